@@ -1,0 +1,139 @@
+"""Opens the database, brings its tables up to date and hands out transactions; knows no rule about jobs.
+
+SQLite runs in WAL mode with one writer at a time: a writing transaction takes the write lock at its beginning
+(BEGIN IMMEDIATE), because one that first reads and then writes would fail at once instead of waiting.
+PostgreSQL runs READ COMMITTED; code locks the rows it changes, and names an advisory lock where it decides
+something over many rows.
+"""
+
+import fcntl
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import URL, Connection, Engine, create_engine, event, func, make_url, select
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.orm import Session
+
+from kvalign.errors import ConfigInvalid
+
+BUSY_TIMEOUT_S = 30
+_MIGRATIONS = Path(__file__).parent / "migrations"
+
+
+class Database:
+    """Transactions on one database; safe to share between threads, not across a fork (see close)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._reader = engine
+        self._writer = engine.execution_options(kvalign_write=True)
+        self.is_postgresql = engine.dialect.name == "postgresql"
+
+    @classmethod
+    def open(cls, url: str) -> "Database":
+        """Connect and migrate. Raises ConfigInvalid for a URL that names neither SQLite nor PostgreSQL."""
+        parsed = _checked_url(url)
+        engine = create_engine(parsed, **_options(parsed))
+        if parsed.get_backend_name() == "sqlite":
+            event.listen(engine, "connect", _prepare_sqlite)
+            event.listen(engine, "begin", _begin_sqlite)
+        database = cls(engine)
+        with _opening_lock(parsed):
+            database._migrate()
+        return database
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        with Session(self._reader) as session:
+            yield session
+
+    @contextmanager
+    def write(self, *, lock: str | None = None) -> Iterator[Session]:
+        """A writing transaction, committed on leaving; `lock` names what it alone may decide meanwhile."""
+        with Session(self._writer) as session, session.begin():
+            if lock is not None and self.is_postgresql:
+                session.execute(select(func.pg_advisory_xact_lock(_lock_number(lock))))
+            yield session
+
+    def now(self, session: Session) -> datetime:
+        """The time that leases are measured by: the database's own where machines could disagree."""
+        if self.is_postgresql:
+            return session.execute(select(func.clock_timestamp())).scalar_one().astimezone(UTC)
+        return datetime.now(UTC)
+
+    def close(self) -> None:
+        """Close every idle connection; the next transaction opens a new one.
+
+        A process that forks must have closed SQLite before: a child inherits its locks without holding them.
+        """
+        self._reader.dispose()
+
+    def _migrate(self) -> None:
+        if not self.is_postgresql:
+            with self._reader.connect() as connection:
+                connection.connection.cursor().execute("PRAGMA journal_mode = WAL")
+        with self._writer.begin() as connection:
+            if self.is_postgresql:
+                connection.execute(select(func.pg_advisory_xact_lock(_lock_number("migrations"))))
+            config = Config()
+            config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+
+
+def _checked_url(url: str) -> URL:
+    remedy = "Write sqlite:////folder/jobs.db or postgresql://user:password@host/name."
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise ConfigInvalid("The database URL cannot be read.", remedy) from None
+    if parsed.drivername in {"postgres", "postgresql"}:
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    if parsed.get_backend_name() not in {"sqlite", "postgresql"}:
+        raise ConfigInvalid(f"The database URL names '{parsed.drivername}'.", remedy)
+    if parsed.get_backend_name() == "sqlite" and parsed.database in {None, "", ":memory:"}:
+        raise ConfigInvalid("A database in memory cannot be shared between processes.", remedy)
+    return parsed
+
+
+def _options(url: URL) -> dict[str, Any]:
+    if url.get_backend_name() == "sqlite":
+        return {"connect_args": {"timeout": BUSY_TIMEOUT_S}}
+    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # the driver begins nothing by itself; see _begin_sqlite
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.execute("PRAGMA synchronous = FULL")  # an accepted job outlives a power cut
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    writes = connection.get_execution_options().get("kvalign_write", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _opening_lock(url: URL) -> AbstractContextManager[None]:
+    """Turning WAL on does not wait for other openers, so they take turns on a file beside the database."""
+    if url.get_backend_name() != "sqlite":
+        return nullcontext()
+    return _file_lock(Path(f"{url.database}.lock"))
+
+
+@contextmanager
+def _file_lock(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _lock_number(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)

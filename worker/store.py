@@ -1,0 +1,370 @@
+"""The job store as those see it who ask for jobs: submit, read, cancel, retry. Every query names its tenant.
+
+What a running job writes is in worker.leases. Must not import torch, the Hub's client or Celery.
+"""
+
+import hashlib
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from cryptography.fernet import Fernet
+from sqlalchemy import ColumnElement, func, select
+from sqlalchemy.orm import Session
+
+from kvalign.config import ConversionConfig
+from kvalign.errors import ConfigInvalid, KvalignError
+from worker.database import Database
+from worker.fairness import queue_order
+from worker.jobs import (
+    Job,
+    JobError,
+    JobEvent,
+    JobResult,
+    JobState,
+    Progress,
+    Stage,
+)
+from worker.schema import (
+    ALIVE,
+    EventRow,
+    IdempotencyRow,
+    JobRow,
+    LabelRow,
+    ReportFileRow,
+    TokenRow,
+    WorkerRow,
+)
+from worker.transitions import enter, locked
+
+_BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"  # in order of character code, so that ids sort by time
+
+
+class JobNotFound(KvalignError):
+    """No such job of this tenant."""
+
+    code = "job_not_found"
+
+
+class JobNotRetryable(KvalignError):
+    code = "job_not_retryable"
+
+
+class IdempotencyConflict(KvalignError):
+    """The key was used before, with another body."""
+
+    code = "idempotency_conflict"
+
+
+class QuotaExceeded(KvalignError):
+    code = "quota_exceeded"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """`created` is False when an earlier request already led to this job."""
+
+    job: Job
+    created: bool
+
+
+@dataclass(frozen=True)
+class Page:
+    jobs: list[Job]
+    has_more: bool
+
+
+class JobStore:
+    """Jobs in SQL, and the tokens they act with.
+
+    alive_limit  jobs one tenant may have queued and running together
+    """
+
+    def __init__(self, database: Database, cipher: Fernet, alive_limit: int) -> None:
+        self.database = database
+        self.cipher = cipher
+        self._alive_limit = alive_limit
+
+    @classmethod
+    def open(cls, database_url: str, secret_key: str, *, alive_limit: int = 100) -> "JobStore":
+        """Connect, and bring the tables up to date. Raises ConfigInvalid for a bad URL or key."""
+        return cls(Database.open(database_url), _cipher(secret_key), alive_limit)
+
+    def close(self) -> None:
+        """Close idle connections. The store stays usable and opens new ones when asked again."""
+        self.database.close()
+
+    def submit(
+        self,
+        tenant: str,
+        config: ConversionConfig,
+        *,
+        source_commit: str,
+        token: str,
+        idempotency_key: str | None = None,
+    ) -> Submission:
+        """Store a request as a queued job, or find the job that it already led to.
+
+        A repeat of `idempotency_key` returns its job whatever became of it; so does the same conversion
+        (source commit, target and settings; labels and webhook aside) while a job for it is alive.
+        Raises IdempotencyConflict and QuotaExceeded.
+        """
+        body = config.model_dump(mode="json")
+        identity = _identity(tenant, body, source_commit)
+        with self.database.write(lock=f"tenant:{tenant}") as session:
+            earlier = _earlier_answer(session, tenant, idempotency_key, body)
+            row = earlier or _alive_twin(session, identity)
+            created = row is None
+            at = self.database.now(session)
+            if row is None:
+                self._check_quota(session, tenant)
+                row = _new_row(tenant, body, identity, source_commit, at)
+                session.add(row)
+                session.flush()
+                session.add_all(LabelRow(job_id=row.id, key=k, value=v) for k, v in config.labels.items())
+                self._keep_token(session, row.id, token)
+                enter(session, row, JobState.QUEUED, at)
+            if idempotency_key is not None and earlier is None:
+                session.add(
+                    IdempotencyRow(
+                        tenant=tenant,
+                        key=idempotency_key,
+                        body_hash=_digest(body),
+                        job_id=row.id,
+                        created_at=at,
+                    )
+                )
+            return Submission(job_of(row), created)
+
+    def get(self, job_id: str, *, tenant: str) -> Job:
+        """Raises JobNotFound, for another tenant's job too."""
+        with self.database.read() as session:
+            return job_of(_own_row(session, job_id, tenant))
+
+    def find(
+        self,
+        *,
+        tenant: str,
+        state: JobState | None = None,
+        label: str | None = None,
+        limit: int = 20,
+        after: str | None = None,
+    ) -> Page:
+        """A tenant's jobs, newest first.
+
+        label  "key" for any value, or "key=value"
+        after  the id of the last job of the page before
+        """
+        wanted = [JobRow.tenant == tenant]
+        if state is not None:
+            wanted.append(JobRow.state == state)
+        if label is not None:
+            wanted.append(_has_label(label))
+        if after is not None:
+            wanted.append(JobRow.id < after)
+        query = select(JobRow).where(*wanted).order_by(JobRow.id.desc()).limit(limit + 1)
+        with self.database.read() as session:
+            rows = session.scalars(query).all()
+        return Page([job_of(row) for row in rows[:limit]], has_more=len(rows) > limit)
+
+    def events(self, job_id: str, *, tenant: str, after: int = 0, limit: int = 500) -> list[JobEvent]:
+        """What happened after event number `after`, oldest first. Raises JobNotFound."""
+        query = (
+            select(EventRow)
+            .where(EventRow.job_id == job_id, EventRow.sequence > after)
+            .order_by(EventRow.sequence)
+            .limit(limit)
+        )
+        with self.database.read() as session:
+            _own_row(session, job_id, tenant)
+            return [
+                JobEvent(row.job_id, row.sequence, row.kind, row.at, row.data)
+                for row in session.scalars(query)
+            ]
+
+    def request_cancel(self, job_id: str, *, tenant: str) -> Job:
+        """A queued job is canceled at once, a running one asked to stop; an ended one stays as it is."""
+        with self.database.write() as session:
+            row = _own_row(session, job_id, tenant, lock=True)
+            at = self.database.now(session)
+            if row.state == JobState.QUEUED:
+                enter(session, row, JobState.CANCELED, at)
+            elif row.state == JobState.RUNNING:
+                enter(session, row, JobState.CANCELLING, at)
+            return job_of(row)
+
+    def retry(self, job_id: str, *, tenant: str, token: str) -> Job:
+        """Queue a failed or canceled job again. Raises JobNotRetryable, QuotaExceeded."""
+        with self.database.write(lock=f"tenant:{tenant}") as session:
+            row = _own_row(session, job_id, tenant, lock=True)
+            _check_retryable(session, row)
+            self._check_quota(session, tenant)
+            at = self.database.now(session)
+            row.queued_at = at
+            row.losses = 0
+            row.error = None
+            row.stage, row.done, row.total, row.unit = None, 0, 0, ""
+            self._keep_token(session, row.id, token)
+            enter(session, row, JobState.QUEUED, at, retried=True)
+            return job_of(row)
+
+    def place_in_queue(self, job_id: str) -> int | None:
+        """1 = next; None for a job that does not wait. Jobs of other tenants may still come between."""
+        order = queue_order()
+        with self.database.read() as session:
+            return session.scalar(select(order.c.place).where(order.c.id == job_id))
+
+    def report_file(self, job_id: str, name: str, *, tenant: str) -> bytes:
+        """Raises JobNotFound when the job, or that file of it, is not there."""
+        with self.database.read() as session:
+            _own_row(session, job_id, tenant)
+            row = session.get(ReportFileRow, (job_id, name))
+            if row is None:
+                raise JobNotFound(
+                    f"Job {job_id} has no report file '{name[:200]}'.", "See which files it has at /report."
+                )
+            return row.content
+
+    def report_files(self, job_id: str, *, tenant: str) -> list[str]:
+        query = select(ReportFileRow.name).where(ReportFileRow.job_id == job_id).order_by(ReportFileRow.name)
+        with self.database.read() as session:
+            _own_row(session, job_id, tenant)
+            return list(session.scalars(query))
+
+    def count_by_state(self) -> dict[JobState, int]:
+        """Jobs of all tenants, for the operator's metrics; states without jobs count 0."""
+        with self.database.read() as session:
+            counted = session.execute(select(JobRow.state, func.count()).group_by(JobRow.state)).all()
+        return {state: 0 for state in JobState} | {JobState(state): count for state, count in counted}
+
+    def live_workers(self, within_s: float) -> int:
+        """Workers that were seen in the last `within_s` seconds."""
+        with self.database.read() as session:
+            oldest = self.database.now(session) - timedelta(seconds=within_s)
+            return session.scalar(select(func.count()).where(WorkerRow.seen_at >= oldest)) or 0
+
+    def ping(self) -> None:
+        """Raises what the database driver raises when it does not answer."""
+        with self.database.read() as session:
+            session.execute(select(1))
+
+    def _check_quota(self, session: Session, tenant: str) -> None:
+        alive = session.scalar(select(func.count()).where(JobRow.tenant == tenant, JobRow.state.in_(ALIVE)))
+        if (alive or 0) >= self._alive_limit:
+            raise QuotaExceeded(
+                f"You have {alive} jobs queued or running; the limit is {self._alive_limit}.",
+                "Wait for one to end, or cancel one.",
+            )
+
+    def _keep_token(self, session: Session, job_id: str, token: str) -> None:
+        session.merge(TokenRow(job_id=job_id, ciphertext=self.cipher.encrypt(token.encode()).decode()))
+
+
+def job_of(row: JobRow) -> Job:
+    """The record of a row, as everyone outside SQL knows it."""
+    return Job(
+        id=row.id,
+        tenant=row.tenant,
+        state=JobState(row.state),
+        config=ConversionConfig.model_validate(row.config),
+        source_commit=row.source_commit,
+        created_at=row.created_at,
+        updated_at=row.updated_at,
+        progress=Progress(Stage(row.stage), row.done, row.total, row.unit) if row.stage else None,
+        attempts=row.attempts,
+        stage_seconds=dict(row.stage_seconds),
+        timestamps={state: datetime.fromisoformat(at) for state, at in row.timestamps.items()},
+        error=JobError(**row.error) if row.error else None,
+        result=JobResult(**row.result) if row.result else None,
+    )
+
+
+def _cipher(secret_key: str) -> Fernet:
+    try:
+        return Fernet(secret_key)
+    except ValueError:
+        raise ConfigInvalid(
+            "The secret key is not 32 bytes in URL-safe base64.",
+            "Make one with cryptography.fernet.Fernet.generate_key().",
+        ) from None
+
+
+def _identity(tenant: str, body: dict[str, Any], source_commit: str) -> str:
+    """What makes two requests the same conversion; a branch counts by the commit it points to."""
+    same = {key: value for key, value in body.items() if key not in {"labels", "webhook"}}
+    if source_commit:
+        same["source"] = {"repo": body["source"]["repo"], "commit": source_commit}
+    return _digest([tenant, same])
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _earlier_answer(session: Session, tenant: str, key: str | None, body: dict[str, Any]) -> JobRow | None:
+    if key is None:
+        return None
+    used = session.get(IdempotencyRow, (tenant, key))
+    if used is None:
+        return None
+    if used.body_hash != _digest(body):
+        raise IdempotencyConflict(
+            f"This Idempotency-Key was used for job {used.job_id}, with another body.",
+            "Send a new key with a new request.",
+        )
+    return session.get_one(JobRow, used.job_id)
+
+
+def _alive_twin(session: Session, identity: str) -> JobRow | None:
+    return session.scalar(select(JobRow).where(JobRow.identity == identity, JobRow.state.in_(ALIVE)))
+
+
+def _new_row(tenant: str, body: dict[str, Any], identity: str, source_commit: str, at: datetime) -> JobRow:
+    return JobRow(
+        id=_new_id(),
+        tenant=tenant,
+        state=JobState.QUEUED,
+        config=body,
+        identity=identity,
+        source_commit=source_commit,
+        created_at=at,
+        updated_at=at,
+        queued_at=at,
+        stage_seconds={},
+        timestamps={},
+        last_event=0,
+    )
+
+
+def _new_id() -> str:
+    """48 bits of milliseconds, then 80 random ones: sorts by time, cannot be guessed."""
+    number = (time.time_ns() // 1_000_000 << 80) | secrets.randbits(80)
+    return "job_" + "".join(_BASE32[number >> shift & 31] for shift in range(125, -1, -5))
+
+
+def _own_row(session: Session, job_id: str, tenant: str, *, lock: bool = False) -> JobRow:
+    row = locked(session, job_id) if lock else session.get(JobRow, job_id)
+    if row is None or row.tenant != tenant:
+        raise JobNotFound(f"There is no job '{job_id[:60]}' of yours.", "Check the id.")
+    return row
+
+
+def _has_label(label: str) -> ColumnElement[bool]:
+    key, equals, value = label.partition("=")
+    wanted = [LabelRow.job_id == JobRow.id, LabelRow.key == key]
+    if equals:
+        wanted.append(LabelRow.value == value)
+    return select(LabelRow.job_id).where(*wanted).exists()
+
+
+def _check_retryable(session: Session, row: JobRow) -> None:
+    if row.state not in {JobState.FAILED, JobState.CANCELED}:
+        raise JobNotRetryable(
+            f"Job {row.id} is {row.state}.", "Only a failed or canceled job can be retried."
+        )
+    twin = _alive_twin(session, row.identity)
+    if twin is not None:
+        raise JobNotRetryable(f"Job {twin.id} is already doing the same conversion.", "Follow that one.")
