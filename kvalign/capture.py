@@ -1,0 +1,255 @@
+"""Run a model over tokens and yield its keys and values. The only file that knows how models are built.
+
+What the cache holds is taken as it is (after key norms, after rotary positions), so that a new family needs no
+new code. Geometry and rotary pairing are measured on short forward passes, because configs mislead.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from kvalign.errors import SourceInvalid, SourceUnsupported
+from kvalign.geometry import Geometry, Kind, LayerGeometry
+from kvalign.rope import NO_ROPE, Pairing, Rope
+
+_FULL_CACHE_ONLY = "kvalign converts causal models whose every layer keeps a full KV cache."
+_PROBE_TOKENS = 12
+_PROBE_OFFSET = 5
+# Keys of two passes at shifted positions agree to the rounding of the pass; a wrong pairing is off by its own size.
+_UNROTATION_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a codec must know about the model whose cache it codes. ropes holds one entry a layer."""
+
+    geometry: Geometry
+    ropes: tuple[Rope, ...]
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a local folder, ready for inference.
+
+    Raises SourceInvalid when weights are missing, have other shapes than the config says, or are not finite:
+    transformers would fill them with random numbers and go on.
+    """
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, KeyError, TypeError, RuntimeError) as error:
+        raise SourceInvalid(
+            f"transformers cannot load the model: {str(error)[:500]}",
+            "Check that the folder loads with AutoModelForCausalLM.from_pretrained.",
+        ) from error
+    _check_loading(model, info)
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a local folder; raises SourceInvalid."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise SourceInvalid(
+            f"transformers cannot load the tokenizer: {str(error)[:500]}",
+            "Check that the folder loads with AutoTokenizer.from_pretrained.",
+        ) from error
+
+
+def _check_loading(model: nn.Module, info: dict[str, Any]) -> None:
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        names = [str(item) for item in info.get(what) or ()]
+        if names:
+            raise SourceInvalid(
+                f"The weights do not fit the config: {what.replace('_', ' ')}: {', '.join(sorted(names)[:5])}"
+                f" ({len(names)} in all).",
+                "Publish a complete set of weights for this config.",
+            )
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise SourceInvalid(
+                f"The weight {name} holds values that are not finite.", "Publish weights without NaN or infinity."
+            )
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the cache in forward and generate: `cache` from transformers 5.24 on, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def run(model: Any, tokens: Tensor, cache: Any = None, *, logits_to_keep: int = 0, **kwargs: Any) -> tuple[Tensor, Any]:
+    """One forward pass. tokens [B, T] int64. Returns logits [B, T or logits_to_keep, vocab] and the cache."""
+    if cache is None:
+        # Without a config every layer keeps every token, sliding ones too, with the same logits.
+        cache = DynamicCache()
+    kwargs[cache_argument(model)] = cache
+    logits = model(tokens, use_cache=True, logits_to_keep=logits_to_keep, **kwargs).logits
+    return logits, cache
+
+
+def layer_tensors(cache: Any) -> list[tuple[Tensor, Tensor]]:
+    """(keys, values) of each layer, [B, H, T, D] each; raises SourceUnsupported for another kind of layer."""
+    found = []
+    for index, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.dim() == values.dim() == 4):
+            raise SourceUnsupported(
+                f"Layer {index} of the cache ({type(layer).__name__}) holds no keys and values per token.",
+                _FULL_CACHE_ONLY,
+            )
+        found.append((keys, values))
+    return found
+
+
+@torch.no_grad()
+def measure_shape(model: Any) -> CacheShape:
+    """Geometry and rotary positions, measured on two short forward passes at shifted positions.
+
+    Raises SourceUnsupported when the model keeps no KV cache, or rotates in a way no known pairing undoes.
+    """
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = (torch.arange(_PROBE_TOKENS) * 7919 + 1).remainder(vocabulary)[None]
+    here = torch.arange(_PROBE_TOKENS)
+    near = _probe(model, tokens, here)
+    geometry = Geometry(tuple(LayerGeometry(k.shape[1], k.shape[3], v.shape[3]) for k, v in near))
+    candidates = _rope_candidates(model)
+    if not candidates:
+        return CacheShape(geometry, (NO_ROPE,) * len(near))
+    far = _probe(model, tokens, here + _PROBE_OFFSET)
+    ropes = tuple(
+        _undoing_rope(layer, [NO_ROPE, *candidates], near[layer][0], far[layer][0], here) for layer in range(len(near))
+    )
+    return CacheShape(geometry, ropes)
+
+
+def _probe(model: Any, tokens: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    try:
+        layers = layer_tensors(run(model, tokens, position_ids=positions[None])[1])
+    except (IndexError, TypeError, AttributeError, ValueError, NotImplementedError) as error:
+        raise SourceUnsupported(
+            f"The model does not run with a plain KV cache: {str(error)[:300]}", _FULL_CACHE_ONLY
+        ) from error
+    if not layers or any(keys.shape[-2] != tokens.shape[-1] for keys, _ in layers):
+        raise SourceUnsupported("The model keeps no KV cache of one entry per token.", _FULL_CACHE_ONLY)
+    return layers
+
+
+def _rope_candidates(model: Any) -> list[Rope]:
+    pairings: tuple[Pairing, ...] = ("half", "interleaved")
+    found: list[Rope] = []
+    for module in model.modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        for key, inv_freq in buffers.items():
+            if key.endswith("inv_freq") and not key.endswith("original_inv_freq"):
+                prefix = key.removesuffix("inv_freq")
+                scaling = float(getattr(module, f"{prefix}attention_scaling", 1.0))
+                frequencies = inv_freq.detach().float().cpu().clone()
+                if not any(torch.equal(rope.inv_freq, frequencies) and rope.scaling == scaling for rope in found):
+                    found += [Rope(pairing, frequencies, scaling) for pairing in pairings]
+    return found
+
+
+def _undoing_rope(layer: int, candidates: list[Rope], near: Tensor, far: Tensor, here: Tensor) -> Rope:
+    """The candidate under which the same tokens at two offsets have equal keys."""
+
+    def disagreement(rope: Rope) -> float:
+        a = rope.undo(near, here, near.dtype)
+        b = rope.undo(far, here + _PROBE_OFFSET, far.dtype)
+        return float((a - b).norm() / a.norm())
+
+    rope = min((rope for rope in candidates if rope.rotary_dim <= near.shape[-1]), key=disagreement)
+    if disagreement(rope) > _UNROTATION_TOLERANCE[near.dtype]:
+        raise SourceUnsupported(
+            f"The keys of layer {layer} are rotated by position in a way that kvalign cannot undo exactly.",
+            "Half and interleaved pairings with fixed frequencies are known; ask for this model family by name.",
+        )
+    return rope
+
+
+def token_matrix(cache: Any, kind: Kind, shape: CacheShape, row: int, tokens: slice, positions: Tensor) -> Tensor:
+    """Keys (unrotated) or values of one row as [T, P] float32, layers side by side, heads within, channels within.
+
+    positions  [T] int64, of the tokens in the slice
+    """
+    columns = []
+    for (keys, values), rope in zip(layer_tensors(cache), shape.ropes, strict=True):
+        if kind == "keys":
+            x = rope.undo(keys[row, :, tokens], positions, keys.dtype)
+        else:
+            x = values[row, :, tokens].float()
+        columns.append(x.transpose(0, 1).flatten(1))
+    return torch.cat(columns, dim=1)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One sequence's features, [T, P] float32 each; gradients only when asked for."""
+
+    keys: Tensor
+    values: Tensor
+    key_gradients: Tensor | None = None
+    value_gradients: Tensor | None = None
+
+    def features(self, kind: Kind) -> Tensor:
+        return self.keys if kind == "keys" else self.values
+
+    def gradients(self, kind: Kind) -> Tensor | None:
+        return self.key_gradients if kind == "keys" else self.value_gradients
+
+
+def capture(model: Any, shape: CacheShape, sequences: Iterator[Tensor]) -> Iterator[Captured]:
+    """Keys and values of each sequence ([T] int64); one forward pass each."""
+    for tokens in sequences:
+        with torch.no_grad():
+            _, cache = run(model, tokens[None], logits_to_keep=1)
+        yield _captured(cache, shape)
+
+
+def capture_with_gradients(model: Any, shape: CacheShape, tokens: Tensor, generator: torch.Generator) -> Captured:
+    """As capture, with the gradient of the model's own loss towards each cached key and value.
+
+    Labels are sampled from the model's distribution, so that the mean of g g^T is the Fisher information and not
+    the empirical one (Kunstner et al. 2019). One forward and one backward pass; T x 2P floats more memory.
+    """
+    with torch.enable_grad():
+        embeddings = model.get_input_embeddings()(tokens[None]).detach().requires_grad_()
+        cache = DynamicCache()
+        logits = model(inputs_embeds=embeddings, use_cache=True, **{cache_argument(model): cache}).logits[0]
+        for keys, values in layer_tensors(cache):
+            keys.retain_grad()
+            values.retain_grad()
+        labels = torch.multinomial(logits.detach().float().softmax(-1), 1, generator=generator)[:, 0]
+        nn.functional.cross_entropy(logits.float(), labels, reduction="sum").backward()
+    positions = torch.arange(tokens.numel())
+    key_columns, value_columns = [], []
+    for (keys, values), rope in zip(layer_tensors(cache), shape.ropes, strict=True):
+        assert keys.grad is not None and values.grad is not None
+        key_columns.append(rope.undo_gradient(keys.grad[0], positions, keys.dtype).transpose(0, 1).flatten(1))
+        value_columns.append(values.grad[0].float().transpose(0, 1).flatten(1))
+    with torch.no_grad():
+        plain = _captured(cache, shape)
+    return Captured(
+        plain.keys.detach(), plain.values.detach(), torch.cat(key_columns, dim=1), torch.cat(value_columns, dim=1)
+    )
+
+
+def _captured(cache: Any, shape: CacheShape) -> Captured:
+    tokens = layer_tensors(cache)[0][0].shape[-2]
+    positions = torch.arange(tokens)
+    everything = slice(0, tokens)
+    return Captured(
+        token_matrix(cache, "keys", shape, 0, everything, positions),
+        token_matrix(cache, "values", shape, 0, everything, positions),
+    )

@@ -1,0 +1,158 @@
+"""What a caller may choose for one conversion; frozen and self-checking. Must not import torch or the Hub."""
+
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from kvalign.errors import ConfigInvalid
+
+BUILTIN_DATASET = "builtin"
+
+_REPO = re.compile(r"^(?:[\w\-.]{1,96}/)?[\w\-.]{1,96}$", re.ASCII)
+_REVISION = re.compile(r"^(?!/)(?!.*\.\.)[\w\-./+]{1,128}$", re.ASCII)
+
+Label = Annotated[str, Field(max_length=200)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, data: Any) -> Any:
+        """Refuse unknown keys by name, with the nearest known one beside it."""
+        if not isinstance(data, dict):
+            return data
+        for key in data:
+            if key not in cls.model_fields:
+                near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.5)
+                hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
+                raise ValueError(f"unknown key '{str(key)[:80]}'; {hint}")
+        return data
+
+
+def _checked_repo(name: str) -> str:
+    if not _REPO.match(name) or ".." in name or "--" in name or name.endswith((".git", "-", ".")):
+        raise ValueError(
+            f"'{name[:200]}' is not a Hub repo name; write 'owner/name' with letters, digits, '-', '_' and '.'"
+        )
+    return name
+
+
+class Source(_Section):
+    """The model to convert: a Hub repo at a revision."""
+
+    repo: str
+    revision: str = "main"
+
+    _repo = field_validator("repo")(_checked_repo)
+
+    @field_validator("revision")
+    @classmethod
+    def _checked_revision(cls, revision: str) -> str:
+        if not _REVISION.match(revision):
+            raise ValueError(f"'{revision[:200]}' is not a branch, tag or commit")
+        return revision
+
+
+class Target(_Section):
+    """Where the converted model goes, and in which shape."""
+
+    repo: str
+    visibility: Literal["private", "public"] = "private"
+    layout: Literal["full", "codec"] = "full"
+    on_existing: Literal["fail", "update"] = "fail"
+
+    _repo = field_validator("repo")(_checked_repo)
+
+
+class CodecOptions(_Section):
+    """How small, how good. Exactly one of max_kl and ratio is the target; max_kl = 0.02 when none is given."""
+
+    max_kl: float | None = Field(default=None, gt=0, le=10)
+    ratio: float | None = Field(default=None, gt=1, le=1000)
+    sink_tokens: int = Field(default=4, ge=0, le=64)
+    recent_tokens: int = Field(default=64, ge=0, le=4096)
+    resident_bits: float = Field(default=4.0, ge=1.0, le=8.0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_target(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("max_kl") is None and data.get("ratio") is None:
+            return {**data, "max_kl": 0.02}
+        return data
+
+    @model_validator(mode="after")
+    def _one_target(self) -> Self:
+        if (self.max_kl is None) == (self.ratio is None):
+            raise ValueError("give exactly one of 'max_kl' (a quality target) and 'ratio' (a size target)")
+        return self
+
+
+class Calibration(_Section):
+    """The text that the codec is fitted on."""
+
+    dataset: str = BUILTIN_DATASET
+    tokens: int = Field(default=32_768, ge=1024, le=4_194_304)
+    sequence_length: int = Field(default=1024, ge=64, le=32_768)
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+
+
+class Gate(_Section):
+    """What held-out text must show before anything is published."""
+
+    max_kl: float = Field(default=0.05, gt=0, le=10)
+    min_top1: float = Field(default=0.85, ge=0, le=1)
+
+
+class Validation(_Section):
+    """The text that the codec is judged on, and the gate; windows counts per domain."""
+
+    dataset: str = BUILTIN_DATASET
+    windows: int = Field(default=8, ge=1, le=256)
+    gate: Gate = Gate()
+
+
+class ConversionConfig(_Section):
+    """One conversion, as sent to the API (JSON) or the CLI (TOML or flags)."""
+
+    source: Source
+    target: Target
+    codec: CodecOptions = Field(default_factory=CodecOptions)
+    calibration: Calibration = Calibration()
+    validation: Validation = Validation()
+    webhook: str | None = Field(default=None, max_length=2000)
+    labels: dict[Annotated[str, Field(max_length=64)], Label] = Field(default_factory=dict, max_length=32)
+
+    @model_validator(mode="after")
+    def _target_is_not_source(self) -> Self:
+        if self.source.repo.lower() == self.target.repo.lower():
+            raise ValueError("target.repo equals source.repo; the base model is never overwritten")
+        return self
+
+    @classmethod
+    def parse(cls, data: Any) -> Self:
+        """Check plain data (JSON, TOML); raises ConfigInvalid naming the key, the fact and the limit."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ConfigInvalid(describe(error), "Correct the setting and send it again.") from None
+
+
+def describe(error: ValidationError) -> str:
+    """One line for each thing wrong: `codec.max_kl: Input should be greater than 0`."""
+    lines = []
+    for item in error.errors(include_url=False, include_context=False)[:10]:
+        where = ".".join(str(part) for part in item["loc"]) or "config"
+        lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
+    return "; ".join(lines) + "."
+
+
+def is_local_dataset(dataset: str) -> bool:
+    """Whether a dataset names a file on this machine: the CLI may, the API may not."""
+    return dataset != BUILTIN_DATASET and (
+        dataset.startswith(("/", "./", "../", "~")) or Path(dataset).suffix in {".txt", ".jsonl", ".parquet"}
+    )
