@@ -1,0 +1,132 @@
+"""Faults on demand, so that tests can see what a client does about them; knows no repos.
+
+A fault matches a method and a path as it was sent, and does one thing a number of times: answers with a
+status, waits, cuts the answer off, or lets the work happen and then drops the connection without the answer.
+"""
+
+import asyncio
+import re
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from devhub.errors import BadRequest
+
+CONTROL_PREFIX = "/devhub/"
+UPLOADS_PREFIX = "/devhub/uploads/"
+
+
+@dataclass
+class Fault:
+    """One thing to go wrong, `times` times.
+
+    method             "GET", or "*" for any
+    path_regex         searched for in the raw path
+    status             answer this instead of working
+    delay_s            wait before working, or before answering `status`
+    cut_after_bytes    drop the connection after so many bytes of the answer's body
+    apply_then_cut     do the work, then drop the connection: the client cannot know
+    headers            added to the answer
+    """
+
+    method: str = "*"
+    path_regex: str = ""
+    times: int = 1
+    status: int | None = None
+    delay_s: float = 0.0
+    cut_after_bytes: int | None = None
+    apply_then_cut: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises BadRequest."""
+        try:
+            self._pattern = re.compile(self.path_regex)
+        except re.error as error:
+            raise BadRequest(f"`path_regex`: {error}.") from None
+        if self.times < 1 or not 0 <= self.delay_s <= 3600 or not (self.status is None or 400 <= self.status <= 599):
+            raise BadRequest("`times` is at least 1, `delay_s` from 0 to 3600, `status` from 400 to 599.")
+
+    def matches(self, method: str, path: str) -> bool:
+        return self.method in ("*", method) and self._pattern.search(path) is not None
+
+
+class Faults:
+    """The faults in waiting. The first that matches a request is used up by one."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Fault] = []
+        self._lock = threading.Lock()
+
+    def add(self, **fields: Any) -> Fault:
+        """Raises BadRequest."""
+        try:
+            fault = Fault(**fields)
+        except TypeError as error:
+            raise BadRequest(f"No such fault: {error}.") from None
+        with self._lock:
+            self._waiting.append(fault)
+        return fault
+
+    def clear(self) -> None:
+        with self._lock:
+            self._waiting.clear()
+
+    def take(self, method: str, path: str) -> Fault | None:
+        with self._lock:
+            for fault in self._waiting:
+                if fault.matches(method, path):
+                    fault.times -= 1
+                    if fault.times == 0:
+                        self._waiting.remove(fault)
+                    return fault
+        return None
+
+
+class InjectFaults:
+    """ASGI middleware that makes waiting faults happen. The control routes themselves never fail."""
+
+    def __init__(self, app: ASGIApp, faults: Faults) -> None:
+        self._app = app
+        self._faults = faults
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fault = None
+        if scope["type"] == "http" and _may_fail(scope["path"]):
+            fault = self._faults.take(scope["method"], scope["path"])
+        if fault is None:
+            await self._app(scope, receive, send)
+            return
+        await asyncio.sleep(fault.delay_s)
+        app: ASGIApp = self._app
+        if fault.status is not None:
+            app = JSONResponse({"error": "Injected fault."}, status_code=fault.status)
+        await app(scope, receive, _Tampered(fault, send))
+
+
+class _Tampered:
+    """A `send` that adds the fault's headers and falls silent where the answer is to be cut."""
+
+    def __init__(self, fault: Fault, send: Send) -> None:
+        self._fault = fault
+        self._send = send
+        self._left = 0 if fault.apply_then_cut else fault.cut_after_bytes
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            extra = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in self._fault.headers.items()]
+            await self._send({**message, "headers": [*message.get("headers", []), *extra]})
+        elif self._left is None:
+            await self._send(message)
+        else:
+            body = message.get("body", b"")[: self._left]
+            self._left -= len(body)
+            if body:
+                await self._send({**message, "body": body, "more_body": True})
+
+
+def _may_fail(path: str) -> bool:
+    return not path.startswith(CONTROL_PREFIX) or path.startswith(UPLOADS_PREFIX)

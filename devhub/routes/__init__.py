@@ -1,0 +1,1 @@
+"""The doors: parse, call, answer. Knows HTTP, keeps nothing."""
