@@ -7,7 +7,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
@@ -41,7 +41,12 @@ def create_app(
         ]
         routes = [*control.routes, *routes]
     # Typed by Starlette for any Exception; it calls each with the class it stands under.
-    handlers: dict[Any, Any] = {HubError: _refuse, Moved: _redirect, HTTPException: _refuse_plainly}
+    handlers: dict[Any, Any] = {
+        HubError: _refuse,
+        Moved: _redirect,
+        HTTPException: _refuse_plainly,
+        ClientDisconnect: _nobody_listens,
+    }
     app = Starlette(
         routes=routes,
         middleware=middleware,
@@ -88,6 +93,11 @@ def _refuse_plainly(_: Request, error: HTTPException) -> Response:
         status_code=error.status_code,
         headers=error.headers,
     )
+
+
+def _nobody_listens(_: Request, error: ClientDisconnect) -> Response:
+    """The client went away in the middle of its upload: nothing was kept, and nobody reads this."""
+    return Response(status_code=400)
 
 
 def _header_text(message: str) -> str:

@@ -7,9 +7,9 @@ status, waits, cuts the answer off, or lets the work happen and then drops the c
 import asyncio
 import re
 import threading
-from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,8 +19,7 @@ CONTROL_PREFIX = "/devhub/"
 UPLOADS_PREFIX = "/devhub/uploads/"
 
 
-@dataclass
-class Fault:
+class Fault(BaseModel):
     """One thing to go wrong, `times` times.
 
     method             "GET", or "*" for any
@@ -32,26 +31,19 @@ class Fault:
     headers            added to the answer
     """
 
-    method: str = "*"
-    path_regex: str = ""
-    times: int = 1
-    status: int | None = None
-    delay_s: float = 0.0
-    cut_after_bytes: int | None = None
-    apply_then_cut: bool = False
-    headers: dict[str, str] = field(default_factory=dict)
+    model_config = ConfigDict(extra="forbid")
 
-    def __post_init__(self) -> None:
-        """Raises BadRequest."""
-        try:
-            self._pattern = re.compile(self.path_regex)
-        except re.error as error:
-            raise BadRequest(f"`path_regex`: {error}.") from None
-        if self.times < 1 or not 0 <= self.delay_s <= 3600 or not (self.status is None or 400 <= self.status <= 599):
-            raise BadRequest("`times` is at least 1, `delay_s` from 0 to 3600, `status` from 400 to 599.")
+    method: str = "*"
+    path_regex: re.Pattern[str] = re.compile("")
+    times: int = Field(default=1, ge=1)
+    status: int | None = Field(default=None, ge=400, le=599)
+    delay_s: float = Field(default=0.0, ge=0, le=3600)
+    cut_after_bytes: int | None = Field(default=None, ge=0)
+    apply_then_cut: bool = False
+    headers: dict[str, str] = {}
 
     def matches(self, method: str, path: str) -> bool:
-        return self.method in ("*", method) and self._pattern.search(path) is not None
+        return self.method in ("*", method) and self.path_regex.search(path) is not None
 
 
 class Faults:
@@ -65,8 +57,8 @@ class Faults:
         """Raises BadRequest."""
         try:
             fault = Fault(**fields)
-        except TypeError as error:
-            raise BadRequest(f"No such fault: {error}.") from None
+        except ValidationError as error:
+            raise BadRequest(f"No such fault: {error}") from None
         with self._lock:
             self._waiting.append(fault)
         return fault

@@ -17,7 +17,7 @@ def import_folder(storage: HubStorage, repo: RepoId, folder: Path) -> Commit:
     """Make the repo's main branch hold exactly the folder's files; makes the repo when it is not there.
 
     Large files are linked where the file system allows, so they must not be edited in place afterwards. A
-    folder that is there already makes no new commit, and is not read again.
+    folder that is there already makes no new commit, and its large files are not read again.
     Raises BadRequest for a folder that is missing or empty.
     """
     paths = _files(folder)
@@ -25,7 +25,7 @@ def import_folder(storage: HubStorage, repo: RepoId, folder: Path) -> Commit:
         raise BadRequest(f"{folder} is no folder with files in it.")
     target = _repo(storage, repo)
     head = target.at(DEFAULT_BRANCH)
-    attributes = paths[_ATTRIBUTES].read_text() if _ATTRIBUTES in paths else DEFAULT_ATTRIBUTES
+    attributes = paths[_ATTRIBUTES].read_text(errors="replace") if _ATTRIBUTES in paths else DEFAULT_ATTRIBUTES
     wanted = {path: storage.store(target, path, source, attributes) for path, source in paths.items()}
     if _ATTRIBUTES not in wanted:
         wanted[_ATTRIBUTES] = storage.store(target, _ATTRIBUTES, DEFAULT_ATTRIBUTES.encode(), DEFAULT_ATTRIBUTES)

@@ -26,6 +26,7 @@ MAX_REPO_CHARS = 96
 MAX_PATH_CHARS = 1024
 MAX_SEGMENT_BYTES = 255  # what common file systems allow; clients write these paths to their disks
 
+SHA256 = re.compile(r"[0-9a-f]{64}")
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _REF = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+@=-]*(?:/[A-Za-z0-9_][A-Za-z0-9._+@=-]*)*")
 _FORBIDDEN_IN_PATH = re.compile(r"[\x00-\x1f\x7f\\]")

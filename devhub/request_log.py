@@ -16,7 +16,7 @@ class RequestLog:
     def __init__(self) -> None:
         self._entries: deque[dict[str, Any]] = deque(maxlen=MAX_ENTRIES)
 
-    def add(self, scope: Scope, status: int | None) -> None:
+    def add(self, scope: Scope, status: int) -> None:
         self._entries.append(
             {
                 "method": scope["method"],
@@ -32,7 +32,7 @@ class RequestLog:
 
 
 class KeepLog:
-    """ASGI middleware that notes every request when its answer ends; the status is None without one."""
+    """ASGI middleware that notes every request just before its answer: who has the answer finds it in the log."""
 
     def __init__(self, app: ASGIApp, log: RequestLog) -> None:
         self._app = app
@@ -43,15 +43,10 @@ class KeepLog:
             await self._app(scope, receive, send)
             return
         scope.setdefault("state", {})
-        status: int | None = None
 
-        async def note_status(message: Message) -> None:
-            nonlocal status
+        async def note(message: Message) -> None:
             if message["type"] == "http.response.start":
-                status = message["status"]
+                self._log.add(scope, message["status"])
             await send(message)
 
-        try:
-            await self._app(scope, receive, note_status)
-        finally:
-            self._log.add(scope, status)
+        await self._app(scope, receive, note)

@@ -9,6 +9,7 @@
 Several processes may use one folder at a time; everything is read anew at each question.
 """
 
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from devhub.accounts import Account, Accounts
 from devhub.blobs import BlobStore
-from devhub.disk import locked, read_json, temp_beside, write_json
+from devhub.disk import locked, read_json, write_json
 from devhub.errors import Conflict, RepoNotFound
 from devhub.names import KINDS, RepoId, repo_id
 from devhub.repository import DEFAULT_BRANCH, Commit, Gate, Repository, Settings, now
@@ -83,7 +84,8 @@ class HubStorage:
         """Raises RepoNotFound. Contents stay in the blob store: another repo may use them."""
         with locked(self._lock(repo)):
             self.find(repo)
-            doomed = temp_beside(self._folder(repo))
+            doomed = self.root / "deleted" / secrets.token_hex(16)
+            doomed.parent.mkdir(exist_ok=True)
             self._folder(repo).rename(doomed)
         shutil.rmtree(doomed)
 

@@ -96,27 +96,25 @@ class Uploads:
         for number in range(1, upload.parts + 1):
             if not self._part(upload.id, number).exists():
                 raise BadRequest(f"Part {number} of {upload.parts} was never uploaded.")
-        if sha256 is None:
-            whole, sha256 = self._join(upload)
-        else:
-            whole = self._part(upload.id, 1)
+        whole = self._part(upload.id, 1) if sha256 else self._blobs.new_temp()
         try:
+            sha256 = sha256 or self._join(upload, whole)
             self._blobs.adopt(whole, sha256=sha256, expected=(upload.sha256, upload.size))
         finally:
             whole.unlink(missing_ok=True)
         for number in range(1, upload.parts + 1):
             self._part(upload.id, number).unlink(missing_ok=True)
 
-    def _join(self, upload: Upload) -> tuple[Path, str]:
-        """Returns a temporary file and its sha256."""
-        whole, digest = self._blobs.new_temp(), hashlib.sha256()
+    def _join(self, upload: Upload, whole: Path) -> str:
+        """Write all parts into one file. Returns its sha256."""
+        digest = hashlib.sha256()
         with whole.open("wb") as target:
             for number in range(1, upload.parts + 1):
                 with self._part(upload.id, number).open("rb") as part:
                     while chunk := part.read(CHUNK_BYTES):
                         digest.update(chunk)
                         target.write(chunk)
-        return whole, digest.hexdigest()
+        return digest.hexdigest()
 
     def _folder(self, upload_id: str) -> Path:
         return self._root / hashlib.sha256(upload_id.encode()).hexdigest()

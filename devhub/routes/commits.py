@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from devhub.door import flag, json_body, origin, storage, writable_repo
 from devhub.errors import BadRequest, NotSupported, TooLarge
-from devhub.names import check_path
+from devhub.names import SHA256, check_path
 from devhub.repository import Repository
 from devhub.routing import route
 from devhub.storage import HubStorage
@@ -90,11 +90,11 @@ async def _lines(request: Request) -> AsyncIterator[bytes]:
     """The body line by line; no more than one line and one network read is in memory."""
     rest = bytearray()
     async for piece in request.stream():
-        rest += piece
-        *lines, last = bytes(rest).split(b"\n") if b"\n" in piece else [bytes(rest)]
-        for line in lines:
-            yield line
-        rest = bytearray(last)
+        first, *others = piece.split(b"\n")
+        rest += first
+        for other in others:
+            yield bytes(rest)
+            rest = bytearray(other)
         if len(rest) > MAX_LINE_BYTES:
             raise TooLarge(f"A file of a commit is larger than {MAX_REGULAR_BYTES} bytes: upload it with LFS.")
     yield bytes(rest)
@@ -128,7 +128,7 @@ def _change(storage: HubStorage, repo: Repository, key: str, value: dict[str, An
             raw = _base64(content) if rest.get("encoding") == "base64" else content.encode()
             return Put(check_path(path), storage.blobs.put_small(raw))
         case "lfsFile", {"oid": str(oid), **rest}:
-            size = storage.blobs.large_size(oid) if oid.isalnum() and repo.was_given(oid) else None
+            size = storage.blobs.large_size(oid) if SHA256.fullmatch(oid) and repo.was_given(oid) else None
             if size is None or rest.get("size", size) != size:
                 raise BadRequest(f"LFS pointer of {path} points to a file that was not uploaded: {oid[:64]}.")
             return Put(check_path(path), large_entry(oid, size))

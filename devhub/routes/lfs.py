@@ -1,6 +1,5 @@
 """The Git LFS side of uploading: batch, the uploads themselves, verify; commits nothing."""
 
-import re
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -9,12 +8,12 @@ from starlette.responses import JSONResponse, Response
 
 from devhub.door import json_body, origin, storage, writable_repo
 from devhub.errors import BadRequest, NotFound
+from devhub.names import SHA256
 from devhub.repository import Repository
 from devhub.routing import route
 from devhub.uploads import Upload
 
 MAX_OBJECTS = 1000
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 async def batch(request: Request) -> Response:
@@ -102,7 +101,7 @@ async def verify(request: Request) -> Response:
 
 def _announced(value: Any) -> tuple[str, int]:
     match value:
-        case {"oid": str(oid), "size": int(size)} if _SHA256.fullmatch(oid) and size > 0:
+        case {"oid": str(oid), "size": int(size)} if SHA256.fullmatch(oid) and size > 0:
             return oid, size
     raise BadRequest("An LFS object has an `oid`, 64 hexadecimal digits, and a positive `size`.")
 
