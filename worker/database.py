@@ -8,21 +8,26 @@ something over many rows.
 
 import fcntl
 import hashlib
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import URL, Connection, Engine, create_engine, event, func, make_url, select
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, OperationalError
 from sqlalchemy.orm import Session
 
 from kvalign.errors import ConfigInvalid
 
-BUSY_TIMEOUT_S = 30
+BUSY_TIMEOUT_S = 15
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
 _MIGRATIONS = Path(__file__).parent / "migrations"
 
 
@@ -137,3 +142,16 @@ def _file_lock(path: Path) -> Iterator[None]:
 
 def _lock_number(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def insist(write: Callable[[], T], for_s: float) -> T:
+    """Repeat a transaction while the database does not answer, for that long. It may happen twice."""
+    deadline = time.monotonic() + for_s
+    while True:
+        try:
+            return write()
+        except OperationalError as error:
+            if time.monotonic() > deadline:
+                raise
+            _log.warning("the database does not answer (%s); trying again", type(error.orig).__name__)
+            time.sleep(1)

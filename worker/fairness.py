@@ -1,8 +1,8 @@
 """The order of the queue, as SQL: fair among tenants, first come first served within one. Changes nothing.
 
 A tenant's k-th waiting job has its turn once the tenant runs k jobs more than now. So the next job is the
-oldest one of the tenant with the fewest running; among equals the tenant comes first that waited longest since
-it was last served. A tenant with a thousand jobs delays another one's first job by one job, not a thousand.
+oldest one of the tenant with the fewest running; among equals the tenant comes first that was last served
+longest ago. A tenant with a thousand jobs delays another one's first job by one job, not a thousand.
 """
 
 from sqlalchemy import Subquery, func, select

@@ -1,14 +1,19 @@
 """What a running job tells about itself, kept to a bounded amount. Decides how often, not what.
 
-Progress reaches the row up to four times a second; it becomes an event at most once a second, and only when the
-percentage moved by one (or, with no total known, every ten seconds). Log lines are cut, freed of credentials
-and gathered into one event a second, up to a number of events for each job.
+Progress reaches the row up to four times a second; it becomes an event at most once a second, and only when
+the percentage moved by one (or, with no total known, every ten seconds). Log lines are cut, freed of
+credentials and gathered into one event a second, up to a number of events for each job.
 """
 
+import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from sqlalchemy.exc import OperationalError
+
+from worker.database import insist
 from worker.jobs import Progress, Stage
 from worker.leases import Lease
 
@@ -19,33 +24,48 @@ LOG_EVENTS = 500
 LINES_PER_EVENT = 100
 LINE_CHARACTERS = 500
 
+_log = logging.getLogger(__name__)
 _SECRET = re.compile(r"hf_[A-Za-z0-9_\-]{4,}|(?i:bearer)\s+\S+")
+_FOLDERS = re.compile(r"(?<![\w:/])(?:/[\w.\-+@]+)+/(?=[\w.\-+@])")
 
 
 class Journal:
-    """One attempt's way to the store; not for use by several threads at once."""
+    """One attempt's way to the store; not for use by several threads at once.
+
+    A database that does not answer loses progress and log lines, and holds up stages until the lease is over.
+    """
 
     def __init__(self, lease: Lease, clock: Callable[[], float] = time.monotonic) -> None:
         self._lease = lease
         self._clock = clock
-        self._stage: Stage | None = None
         self._row_at = self._event_at = self._log_at = float("-inf")
         self._told_percent: float | None = None
         self._lines: list[str] = []
         self._log_events = 0
 
+    def stage_started(self, stage: Stage) -> None:
+        self._told_percent = None
+        insist(lambda: self._lease.stage_started(stage), self._lease.lease_s)
+
+    def stage_finished(self, stage: Stage, seconds: float) -> None:
+        self.flush()
+        insist(lambda: self._lease.stage_finished(stage, seconds), self._lease.lease_s)
+
+    def stage_kept(self, stage: Stage) -> None:
+        """An earlier attempt has finished the stage."""
+        insist(lambda: self._lease.stage_kept(stage), self._lease.lease_s)
+
     def progress(self, progress: Progress) -> None:
         now = self._clock()
-        if progress.stage != self._stage:
-            self._stage, self._told_percent = progress.stage, None
         tell = self._worth_telling(progress, now)
         complete = progress.total > 0 and progress.done >= progress.total
         if not tell and not complete and now - self._row_at < ROW_EVERY_S:
             return
-        self._lease.progress(progress, tell=tell)
         self._row_at = now
         if tell:
             self._event_at, self._told_percent = now, progress.percent
+        with _unless_away():
+            self._lease.progress(progress, tell=tell)
 
     def log(self, line: str) -> None:
         if len(self._lines) < LINES_PER_EVENT and self._log_events < LOG_EVENTS:
@@ -55,11 +75,12 @@ class Journal:
 
     def flush(self) -> None:
         """Write the log lines that are waiting."""
-        if self._lines:
-            self._lease.log(self._lines, limit=LOG_EVENTS)
-            self._log_events += 1
-        self._lines = []
+        lines, self._lines = self._lines, []
         self._log_at = self._clock()
+        if lines:
+            self._log_events += 1
+            with _unless_away():
+                self._lease.log(lines, limit=LOG_EVENTS)
 
     def _worth_telling(self, progress: Progress, now: float) -> bool:
         if progress.percent is None:
@@ -70,12 +91,20 @@ class Journal:
         return moved and now - self._event_at >= EVENT_EVERY_S
 
 
-def clean(line: str) -> str:
-    """A line fit to be stored and shown: cut, printable, without credentials and without folders of this machine.
+@contextmanager
+def _unless_away() -> Iterator[None]:
+    try:
+        yield
+    except OperationalError as error:
+        _log.warning("the database does not answer (%s); a note about a job is lost", type(error.orig).__name__)
+
+
+def clean(text: str, characters: int = LINE_CHARACTERS) -> str:
+    """Text fit to be stored and shown: cut, printable, without credentials or folders of this machine.
 
     >>> clean("cannot open /data/jobs/job_1/source/model.safetensors with hf_abcdefgh")
     'cannot open model.safetensors with [secret]'
     """
-    line = _SECRET.sub("[secret]", line[: 4 * LINE_CHARACTERS])
-    line = re.sub(r"(?<![\w:/])(?:/[\w.\-+@]+)+/(?=[\w.\-+@])", "", line)
-    return "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in line)[:LINE_CHARACTERS]
+    text = _SECRET.sub("[secret]", text[: 4 * characters])
+    text = _FOLDERS.sub("", text)
+    return "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)[:characters]

@@ -1,7 +1,7 @@
-"""Leases: how a worker takes a job, holds it, writes its progress and gives it up. Must not decide what to run.
+"""How a worker takes a job, holds it, writes its progress and gives it up. Must not decide what is done for it.
 
-A claim counts the job's fencing token up. Every later write names that token and is refused with LeaseLost once
-the row carries another one, or is no longer leased: a worker that slept through its lease can then harm nothing.
+A claim counts the job's fencing token up. Every later write names that token and is refused with LeaseLost
+once the row carries another one, or is no longer leased: a worker that slept through its lease harms nothing.
 """
 
 from collections.abc import Iterator
@@ -59,9 +59,7 @@ class Leases:
     def waiting(self, limit: int) -> list[str]:
         """Ids of up to `limit` queued jobs that may run now, in the order of their turns."""
         order = queue_order()
-        query = (
-            select(order.c.id).where(order.c.turn <= self._running_limit).order_by(order.c.place).limit(limit)
-        )
+        query = select(order.c.id).where(order.c.turn <= self._running_limit).order_by(order.c.place).limit(limit)
         with self._store.database.read() as session:
             return list(session.scalars(query))
 
@@ -91,7 +89,7 @@ class Lease:
             row.lease_expires_at = at + timedelta(seconds=self.lease_s)
 
     def token(self) -> str:
-        """The owner's Hub token. Read it just before use; never log it, pass it on a command line or store it."""
+        """The owner's Hub token. Read it just before use; never log it, store it or put it on a command line."""
         with self._database.read() as session:
             self._held(session.get(JobRow, self.job.id))
             row = session.get(TokenRow, self.job.id)
@@ -145,6 +143,16 @@ class Lease:
         """Keep a file of the report card beyond the workspace; replaces one of an earlier attempt."""
         with self._writing() as (session, row, _):
             session.merge(ReportFileRow(job_id=row.id, name=name, content=content))
+
+    def target_begun(self) -> bool:
+        """Whether begin_target() was called, by this attempt or an earlier one."""
+        with self._database.read() as session:
+            return self._held(session.get(JobRow, self.job.id)).target_begun
+
+    def begin_target(self) -> None:
+        """Note that the target repo is about to be made: found empty later, it is this job's own."""
+        with self._writing() as (_, row, _at):
+            row.target_begun = True
 
     def succeed(self, result: JobResult) -> None:
         """A job that was asked to stop after it had published has succeeded all the same."""

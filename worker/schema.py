@@ -87,6 +87,7 @@ class JobRow(Base):
     losses      attempts whose worker vanished, since the job was last submitted or retried
     last_event  sequence of the newest event
     log_events  how many log events are stored
+    target_begun  whether this job was about to make its target repo, or has
     """
 
     __tablename__ = "jobs"
@@ -94,9 +95,7 @@ class JobRow(Base):
         Index("ix_jobs_state_tenant", "state", "tenant"),
         Index("ix_jobs_tenant_id", "tenant", "id"),
         Index("ix_jobs_tenant_claimed_at", "tenant", "claimed_at"),
-        Index(
-            "uq_jobs_one_alive", "identity", unique=True, sqlite_where=_is_alive, postgresql_where=_is_alive
-        ),
+        Index("uq_jobs_one_alive", "identity", unique=True, sqlite_where=_is_alive, postgresql_where=_is_alive),
     )
 
     id: Mapped[str] = mapped_column(Word(40), primary_key=True)
@@ -126,6 +125,7 @@ class JobRow(Base):
     lease_expires_at: Mapped[datetime | None]
     last_event: Mapped[int] = mapped_column(default=0)
     log_events: Mapped[int] = mapped_column(default=0)
+    target_begun: Mapped[bool] = mapped_column(default=False)
 
 
 class LabelRow(Base):

@@ -29,8 +29,8 @@ class WorkerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="KVALIGN_", frozen=True, extra="ignore")
 
     data_dir: Path = Path("~/.local/share/kvalign")
-    database_url: str = ""
-    redis_url: str = "redis://127.0.0.1:6379/0"
+    database_url: str = Field(default="", repr=False)  # it may hold a password, and so may the next
+    redis_url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
     secret_key: SecretStr
     hub_endpoint: str = "https://huggingface.co"
 
@@ -78,9 +78,7 @@ class WorkerSettings(BaseSettings):
         try:
             Fernet(key.get_secret_value())
         except ValueError:
-            raise ValueError(
-                "must be 32 bytes in URL-safe base64, as Fernet.generate_key() makes them"
-            ) from None
+            raise ValueError("must be 32 bytes in URL-safe base64, as Fernet.generate_key() makes them") from None
         return key
 
     @model_validator(mode="after")

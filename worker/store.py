@@ -180,10 +180,7 @@ class JobStore:
         )
         with self.database.read() as session:
             _own_row(session, job_id, tenant)
-            return [
-                JobEvent(row.job_id, row.sequence, row.kind, row.at, row.data)
-                for row in session.scalars(query)
-            ]
+            return [JobEvent(row.job_id, row.sequence, row.kind, row.at, row.data) for row in session.scalars(query)]
 
     def request_cancel(self, job_id: str, *, tenant: str) -> Job:
         """A queued job is canceled at once, a running one asked to stop; an ended one stays as it is."""
@@ -238,7 +235,7 @@ class JobStore:
         """Jobs of all tenants, for the operator's metrics; states without jobs count 0."""
         with self.database.read() as session:
             counted = session.execute(select(JobRow.state, func.count()).group_by(JobRow.state)).all()
-        return {state: 0 for state in JobState} | {JobState(state): count for state, count in counted}
+        return dict.fromkeys(JobState, 0) | {JobState(state): count for state, count in counted}
 
     def live_workers(self, within_s: float) -> int:
         """Workers that were seen in the last `within_s` seconds."""
@@ -362,9 +359,7 @@ def _has_label(label: str) -> ColumnElement[bool]:
 
 def _check_retryable(session: Session, row: JobRow) -> None:
     if row.state not in {JobState.FAILED, JobState.CANCELED}:
-        raise JobNotRetryable(
-            f"Job {row.id} is {row.state}.", "Only a failed or canceled job can be retried."
-        )
+        raise JobNotRetryable(f"Job {row.id} is {row.state}.", "Only a failed or canceled job can be retried.")
     twin = _alive_twin(session, row.identity)
     if twin is not None:
         raise JobNotRetryable(f"Job {twin.id} is already doing the same conversion.", "Follow that one.")

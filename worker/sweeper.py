@@ -9,14 +9,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from worker.jobs import ErrorCode, JobError, JobState
-from worker.schema import LEASED, IdempotencyRow, JobRow, WorkerRow
+from worker.schema import ALIVE, LEASED, IdempotencyRow, JobRow, WorkerRow
 from worker.store import JobStore
 from worker.transitions import enter, fail, locked
+from worker.workspace import Workspaces
 
 IDEMPOTENCY_KEYS_KEPT = timedelta(hours=24)
 WORKERS_KEPT = timedelta(days=1)
@@ -32,9 +34,12 @@ class Swept:
     failed: list[str]
     canceled: list[str]
 
+    def __bool__(self) -> bool:
+        return bool(self.requeued or self.failed or self.canceled)
+
 
 def sweep(store: JobStore, *, max_attempts: int) -> Swept:
-    """Give jobs of vanished workers back to the queue, or fail them with worker_lost after max_attempts of them."""
+    """Give jobs of vanished workers back to the queue, or fail them with worker_lost after max_attempts."""
     swept = Swept([], [], [])
     for job_id in _expired(store):
         with store.database.write() as session:
@@ -43,6 +48,15 @@ def sweep(store: JobStore, *, max_attempts: int) -> Swept:
             if row is not None and _is_expired(row, at):
                 _end_attempt(session, row, at, max_attempts, swept)
     return swept
+
+
+def remove_useless_workspaces(store: JobStore, workspaces: Workspaces, *, failed_kept_s: float) -> list[str]:
+    """Delete folders that no attempt will go on with: of jobs that ended well, long ago, or are unknown here."""
+    return [
+        job_id
+        for job_id in _useless(store, workspaces.ids(), failed_kept_s)
+        if workspaces.remove_if(job_id, partial(_is_useless, store, job_id, failed_kept_s))
+    ]
 
 
 def seen(store: JobStore, worker: str) -> None:
@@ -58,6 +72,18 @@ def gone(store: JobStore, worker: str) -> None:
     """Note that a worker has stopped, so that nobody waits for it."""
     with store.database.write() as session:
         session.execute(delete(WorkerRow).where(WorkerRow.name == worker))
+
+
+def _is_useless(store: JobStore, job_id: str, failed_kept_s: float) -> bool:
+    return bool(_useless(store, [job_id], failed_kept_s))
+
+
+def _useless(store: JobStore, job_ids: list[str], failed_kept_s: float) -> list[str]:
+    with store.database.read() as session:
+        oldest = store.database.now(session) - timedelta(seconds=failed_kept_s)
+        wanted = JobRow.state.in_(ALIVE) | ((JobRow.state == JobState.FAILED) & (JobRow.updated_at >= oldest))
+        needed = set(session.scalars(select(JobRow.id).where(JobRow.id.in_(job_ids), wanted)))
+    return [job_id for job_id in job_ids if job_id not in needed]
 
 
 def _expired(store: JobStore) -> list[str]:

@@ -37,6 +37,7 @@ def upgrade() -> None:
         sa.Column("lease_expires_at", sa.DateTime(timezone=True)),
         sa.Column("last_event", sa.Integer(), nullable=False),
         sa.Column("log_events", sa.Integer(), nullable=False),
+        sa.Column("target_begun", sa.Boolean(), nullable=False),
     )
     op.create_index("ix_jobs_state_tenant", "jobs", ["state", "tenant"])
     op.create_index("ix_jobs_tenant_id", "jobs", ["tenant", "id"])

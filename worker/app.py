@@ -1,0 +1,69 @@
+"""The Celery application, and the message that wakes a worker. Knows nothing of what a worker then does.
+
+A message carries a job id and no more: the SQL row is the truth, so a message that is lost, doubled or late does
+no harm (see worker.sweeper), and nothing secret ever reaches the broker.
+"""
+
+import logging
+
+from celery import Celery
+from kombu.exceptions import ChannelError, OperationalError
+
+from worker.settings import WorkerSettings
+
+QUEUE = "kvalign"
+TASK = "kvalign.run_job"
+CONNECT_TIMEOUT_S = 3.0
+ANSWER_TIMEOUT_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+def create_celery(settings: WorkerSettings) -> Celery:
+    """A Celery application for the API (which only enqueues) and for workers; connects to nothing yet."""
+    celery = Celery("kvalign", broker=settings.redis_url, set_as_current=False)
+    celery.conf.update(
+        task_default_queue=QUEUE,
+        task_ignore_result=True,  # no result backend: with one, killing Redis in mid-task lost the job
+        task_acks_late=True,
+        task_retry_on_worker_lost=True,  # bounded by the task's max_retries, unlike reject_on_worker_lost
+        worker_prefetch_multiplier=1,
+        worker_max_tasks_per_child=1,  # memory is given back, and an abandoned transfer ends with its process
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,
+        broker_transport_options={
+            "visibility_timeout": int(settings.job_time_limit_s) + 3600,
+            "unacked_restore_interval": 10,
+            "unacked_restore_throttle": 1,
+            "socket_connect_timeout": CONNECT_TIMEOUT_S,
+            "socket_timeout": ANSWER_TIMEOUT_S,
+            "socket_keepalive": True,
+        },
+        worker_enable_remote_control=False,
+        worker_send_task_events=False,
+    )
+    return celery
+
+
+def enqueue(celery: Celery, job_id: str) -> bool:
+    """Wake a worker for a job that is in the store; False when the broker does not answer, which heals itself.
+
+    Takes at most CONNECT_TIMEOUT_S or ANSWER_TIMEOUT_S.
+    """
+    try:
+        celery.send_task(TASK, args=[job_id], queue=QUEUE, ignore_result=True, retry=False)
+    except OperationalError as error:
+        _log.warning("job %s is stored; the broker did not take its message (%s)", job_id, error)
+        return False
+    return True
+
+
+def count_messages(celery: Celery) -> int:
+    """Messages that no worker has taken yet. Raises OperationalError when the broker does not answer."""
+    with celery.connection_for_write() as connection:
+        try:
+            declared = connection.default_channel.queue_declare(QUEUE, passive=True)
+        except ChannelError:  # Redis forgets an empty queue
+            return 0
+        return int(declared.message_count)

@@ -1,0 +1,90 @@
+"""The Celery side of a worker: the task that takes jobs, and the thread that sweeps. Must hold no rule of its own."""
+
+import logging
+import os
+import socket
+from contextlib import closing
+
+from celery import Celery, signals
+
+from worker.app import TASK, count_messages, enqueue
+from worker.leases import Lease, Leases
+from worker.pipeline import Tools, run_attempt
+from worker.settings import WorkerSettings
+from worker.stopping import StopFlag
+from worker.store import JobStore
+from worker.sweeper import Sweeper, gone, remove_useless_workspaces, seen, sweep
+from worker.watch import Watch
+
+MESSAGES_PER_SWEEP = 100
+
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """A worker's main process and its pool; to be made before the pool forks.
+
+    store  open, and without open connections: each process makes its own
+    """
+
+    def __init__(self, celery: Celery, settings: WorkerSettings, store: JobStore, tools: Tools) -> None:
+        self._celery = celery
+        self._settings = settings
+        self._store = store
+        self._tools = tools
+        self._leases = Leases(store, lease_s=settings.lease_s, running_limit=settings.running_per_tenant)
+        self._stop = StopFlag()
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        self._sweeper = Sweeper(self._sweep, every_s=settings.sweep_s)
+
+    def attach(self) -> None:
+        """Register the task, and follow the worker's life by Celery's signals."""
+        self._celery.task(self._run_next, name=TASK, max_retries=self._settings.max_attempts)
+        signals.worker_ready.connect(lambda **_: self._sweeper.start(), weak=False)
+        signals.worker_shutting_down.connect(lambda **_: self._stop.set(), weak=False)
+        signals.worker_shutdown.connect(lambda **_: self._leave(), weak=False)
+
+    def _run_next(self, job_id: str) -> None:
+        """Run the job whose turn it is. A message only says that there is one, not which."""
+        with closing(self._store), self._stop.on_sigterm():
+            if self._stop.is_set():
+                return
+            lease = self._leases.claim(f"{self._name}/{os.getpid()}")
+            if lease is None:
+                _log.info("woken for %s, and nothing may run now", job_id)
+                return
+            run_attempt(lease, self._watch(lease), self._tools)
+            self._wake(1)
+
+    def _watch(self, lease: Lease) -> Watch:
+        return Watch(
+            lease,
+            heartbeat_s=self._settings.heartbeat_s,
+            time_limit_s=self._settings.job_time_limit_s,
+            stopping=self._stop.is_set,
+        )
+
+    def _wake(self, most: int) -> None:
+        for job_id in self._leases.waiting(most):
+            enqueue(self._celery, job_id)
+
+    def _sweep(self) -> None:
+        with closing(self._store):
+            seen(self._store, self._name)
+            swept = sweep(self._store, max_attempts=self._settings.max_attempts)
+            if swept:
+                _log.warning("jobs of vanished workers: %s", swept)
+            self._repair_messages()
+            remove_useless_workspaces(self._store, self._tools.workspaces, failed_kept_s=self._settings.failed_kept_s)
+
+    def _repair_messages(self) -> None:
+        """Send what is missing of one message for each job that may run now: lost ones, and those used in vain."""
+        waiting = self._leases.waiting(MESSAGES_PER_SWEEP)
+        missing = len(waiting) - count_messages(self._celery) if waiting else 0
+        for job_id in waiting[: max(0, missing)]:
+            enqueue(self._celery, job_id)
+
+    def _leave(self) -> None:
+        self._sweeper.stop()
+        with closing(self._store):
+            gone(self._store, self._name)
