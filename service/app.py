@@ -1,0 +1,60 @@
+"""Puts the HTTP API together. Must load neither torch nor transformers: a test in a fresh interpreter holds it.
+
+uvicorn --factory service.app:create_app
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from anyio import to_thread
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from service.errors import install_error_handlers
+from service.middleware import BodyLimit, RequestContext
+from service.routes import events, health, jobs, preflight, report, support
+from service.settings import ServiceSettings
+from service.wiring import wire
+
+_ABOUT = """\
+Converts Hugging Face Hub models so that their KV cache is many times smaller, and proves how good the result is.
+Every error is RFC 9457 problem+json with a `code` for programs and a `remedy` for people.
+"""
+
+
+def create_app(settings: ServiceSettings | None = None) -> FastAPI:
+    """The application; settings come from the environment unless given. Raises ConfigInvalid for bad ones."""
+    chosen = settings or ServiceSettings.load()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.parts = await to_thread.run_sync(wire, chosen)
+        yield
+        app.state.parts.close()
+
+    app = FastAPI(
+        title="kvalign",
+        description=_ABOUT,
+        version=_version(),
+        lifespan=lifespan,
+        # Their pages load scripts from elsewhere; /openapi.json is the document.
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        middleware=[
+            Middleware(RequestContext),
+            Middleware(BodyLimit, limit_bytes=chosen.body_limit_bytes),
+        ],
+    )
+    install_error_handlers(app)
+    for room in (jobs, events, report, preflight, support, health):
+        app.include_router(room.router)
+    return app
+
+
+def _version() -> str:
+    try:
+        return version("kvalign")
+    except PackageNotFoundError:
+        return "0"

@@ -1,0 +1,143 @@
+"""What surrounds every request: its id, its size limit, its log line, the security headers.
+
+Plain ASGI, so that streams pass unbuffered; must not know the routes.
+"""
+
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.errors import problem
+from service.logs import request_id
+
+log = logging.getLogger("service.access")
+
+_REQUEST_ID = re.compile(r"^[A-Za-z0-9._\-]{1,128}$")
+
+_SECURITY_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class RequestContext:
+    """Gives each request an id, answers what no handler caught with a 500 problem, and logs one line."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["request_id"] = _accepted(Headers(scope=scope).get("x-request-id"))
+        mark = request_id.set(state["request_id"])
+        answer = _Answer(send, state["request_id"])
+        began = time.monotonic()
+        try:
+            await self.app(scope, receive, answer.send)
+        except Exception:
+            log.exception("unhandled error", extra={"path": scope["path"]})
+            if answer.status:
+                raise  # too late for another answer: the server closes the connection
+            await _internal_error(state["request_id"])(scope, receive, answer.send)
+        finally:
+            _log_line(scope, state, answer.status, began)
+            request_id.reset(mark)
+
+
+class _Answer:
+    """Adds the headers that every answer has, and remembers its status."""
+
+    def __init__(self, send: Send, identifier: str) -> None:
+        self._send = send
+        self._identifier = identifier
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            for name, value in _SECURITY_HEADERS.items():
+                headers.setdefault(name, value)
+            headers["X-Request-Id"] = self._identifier
+        await self._send(message)
+
+
+def _accepted(offered: str | None) -> str:
+    return offered if offered and _REQUEST_ID.match(offered) else uuid.uuid4().hex
+
+
+def _internal_error(identifier: str) -> ASGIApp:
+    return problem(
+        identifier,
+        500,
+        "internal",
+        "The service failed to answer; the reason is in its log.",
+        "Try again; if it persists, give the operator the request_id.",
+    )
+
+
+def _log_line(scope: Scope, state: dict[str, Any], status: int, began: float) -> None:
+    fields = {
+        "method": scope["method"],
+        "path": scope["path"],  # without the query string
+        "status": status,
+        "duration_ms": round(1000 * (time.monotonic() - began), 1),
+    }
+    if tenant := state.get("tenant"):
+        fields["tenant"] = tenant
+    log.info("%s %s %d", scope["method"], scope["path"], status, extra=fields)
+
+
+class BodyLimit:
+    """Refuses bodies over limit_bytes, by their Content-Length or, when chunked, by what has arrived."""
+
+    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
+        self.app = app
+        self.limit_bytes = limit_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared) > self.limit_bytes:
+            await self._refusal(scope["state"]["request_id"])(scope, receive, send)
+            return
+        arrived = 0
+
+        async def counted() -> Message:
+            nonlocal arrived
+            message = await receive()
+            arrived += len(message.get("body", b""))
+            if arrived > self.limit_bytes:
+                # Raised where the route reads the body, so that the usual handler answers.
+                raise HTTPException(413, self._fact(), headers={"Connection": "close"})
+            return message
+
+        await self.app(scope, counted, send)
+
+    def _refusal(self, identifier: str) -> ASGIApp:
+        return problem(
+            identifier,
+            413,
+            "body_too_large",
+            self._fact() + ".",
+            "Send a smaller body.",
+            headers={"Connection": "close"},
+        )
+
+    def _fact(self) -> str:
+        return f"The body is larger than the limit of {self.limit_bytes} bytes"

@@ -1,0 +1,82 @@
+"""The routes that make, read, cancel and retry jobs: parse, call, map. What may be submitted is in submission.py."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response
+
+from kvalign.config import ConversionConfig
+from service.auth import CurrentCaller
+from service.errors import PROBLEM_RESPONSES
+from service.eta import stage_eta_s
+from service.submission import announce, submit_job
+from service.views import JobPage, JobView, job_view
+from service.wiring import JobId, ServiceParts, Wiring
+from worker.jobs import Job, JobState
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=PROBLEM_RESPONSES)
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        pattern=r"^[\x21-\x7e]{1,200}$",
+        description="a repeat with the same key and body returns the first answer's job",
+    ),
+]
+
+
+@router.post(
+    "",
+    status_code=202,
+    summary="Submit a conversion",
+    responses={200: {"model": JobView, "description": "An earlier request already led to this job."}},
+)
+def submit(
+    config: ConversionConfig,
+    caller: CurrentCaller,
+    wiring: Wiring,
+    response: Response,
+    idempotency_key: IdempotencyKey = None,
+) -> JobView:
+    submission = submit_job(wiring, caller, config, idempotency_key)
+    if not submission.created:
+        response.status_code = 200
+    response.headers["Location"] = f"/v1/jobs/{submission.job.id}"
+    return _view(wiring, submission.job)
+
+
+@router.get("", summary="Your jobs, newest first")
+def find(
+    caller: CurrentCaller,
+    wiring: Wiring,
+    state: JobState | None = None,
+    label: Annotated[str | None, Query(pattern=r"^[^\x00]{1,265}$", description="KEY, or KEY=VALUE")] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: Annotated[str | None, Query(pattern="^[a-z0-9_]{1,64}$", description="last id of the page before")] = None,
+) -> JobPage:
+    page = wiring.store.find(tenant=caller.tenant, state=state, label=label, limit=limit, after=after)
+    return JobPage(data=[_view(wiring, job) for job in page.jobs], has_more=page.has_more)
+
+
+@router.get("/{job_id}", summary="One job")
+def get(job_id: JobId, caller: CurrentCaller, wiring: Wiring) -> JobView:
+    job = wiring.store.get(job_id, tenant=caller.tenant)
+    return _view(wiring, job, eta_s=stage_eta_s(wiring.store, job))
+
+
+@router.post("/{job_id}/cancel", summary="Stop a job, in whichever stage it is")
+def cancel(job_id: JobId, caller: CurrentCaller, wiring: Wiring) -> JobView:
+    return _view(wiring, wiring.store.request_cancel(job_id, tenant=caller.tenant))
+
+
+@router.post("/{job_id}/retry", status_code=202, summary="Go on with a failed or canceled job")
+def retry(job_id: JobId, caller: CurrentCaller, wiring: Wiring) -> JobView:
+    """Resumes after the last finished stage, with the token of this request."""
+    job = wiring.store.retry(job_id, tenant=caller.tenant, token=caller.token)
+    announce(wiring, job)
+    return _view(wiring, job)
+
+
+def _view(wiring: ServiceParts, job: Job, *, eta_s: float | None = None) -> JobView:
+    place = wiring.store.place_in_queue(job.id) if job.state is JobState.QUEUED else None
+    return job_view(job, place_in_queue=place, eta_s=eta_s)

@@ -1,0 +1,26 @@
+"""Settings of the API, from KVALIGN_* environment variables: the worker's, which it shares, and its own."""
+
+from pydantic import Field
+
+from worker.settings import WorkerSettings
+
+
+class ServiceSettings(WorkerSettings):
+    """Everything the API can be told.
+
+    body_limit_bytes      of a request
+    whoami_cache_s        how long an account is remembered for a token
+    worker_seen_within_s  /readyz counts a worker that was seen this lately
+    sse_poll_s            seconds between two looks for news of a job
+    sse_keepalive_s       seconds of silence after which a stream sends a comment
+    streams_per_tenant    event streams one account may have open
+    """
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8400, ge=1, le=65535)
+    body_limit_bytes: int = Field(default=64 * 1024, ge=1024)
+    whoami_cache_s: float = Field(default=60.0, ge=0, le=3600)
+    worker_seen_within_s: float = Field(default=30.0, gt=0)
+    sse_poll_s: float = Field(default=0.5, gt=0)
+    sse_keepalive_s: float = Field(default=15.0, gt=0)
+    streams_per_tenant: int = Field(default=20, ge=1)

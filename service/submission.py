@@ -1,0 +1,67 @@
+"""What has to hold before a request becomes a job, and how the job is announced; must not know HTTP.
+
+A bad request fails here, at once and with its code, instead of minutes later in a worker.
+"""
+
+import logging
+
+from kvalign.config import ConversionConfig, is_local_dataset
+from kvalign.errors import ConfigInvalid, TargetExists
+from service.auth import Caller
+from service.wiring import ServiceParts
+from worker.app import enqueue
+from worker.jobs import Job, JobState
+from worker.preflight import preflight
+from worker.store import Submission
+
+log = logging.getLogger(__name__)
+
+
+def submit_job(
+    wiring: ServiceParts, caller: Caller, config: ConversionConfig, idempotency_key: str | None
+) -> Submission:
+    """Check a request, store it as a job and wake a worker. Blocks on the Hub and on SQL.
+
+    Raises ConfigInvalid, the errors of the source, the target and the Hub, IdempotencyConflict, QuotaExceeded.
+    """
+    check_config(config)
+    found = preflight(wiring.hub(caller.token), config)
+    error = found.first_error()
+    if error is not None:
+        raise error
+    submission = wiring.store.submit(
+        caller.tenant,
+        config,
+        source_commit=found.source.commit,
+        token=caller.token,
+        idempotency_key=idempotency_key,
+    )
+    if submission.created:
+        announce(wiring, submission.job)
+    return submission
+
+
+def check_config(config: ConversionConfig) -> None:
+    """Refuse what a configuration may say elsewhere and this service does not do. Raises ConfigInvalid."""
+    for section, dataset in (("calibration", config.calibration.dataset), ("validation", config.validation.dataset)):
+        if is_local_dataset(dataset):
+            raise ConfigInvalid(
+                f"{section}.dataset names the file '{dataset[:200]}'; the service reads no files of its machine.",
+                "Name a dataset repo of the Hub, or 'builtin'.",
+            )
+    if config.webhook is not None:
+        raise ConfigInvalid(
+            "webhook is set; webhooks are not available yet.", "Leave it out, and follow the job's events instead."
+        )
+    for key, value in config.labels.items():
+        if not key or "=" in key or not (key + value).isprintable():
+            raise ConfigInvalid(
+                f"labels: {key!r} has no name, a '=' in it, or characters that cannot be printed.",
+                "Give labels a printable name without '=', and a printable value.",
+            )
+
+
+def announce(wiring: ServiceParts, job: Job) -> None:
+    """Wake a worker. When the broker is away the job waits in the store, and a worker's sweep finds it."""
+    log.info("job %s is %s", job.id, job.state, extra={"job_id": job.id, "tenant": job.tenant})
+    enqueue(wiring.celery, job.id)

@@ -1,0 +1,74 @@
+"""The parts that the routes work with, made once for each process; must hold no rule of its own."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from celery import Celery
+from fastapi import Depends, Path, Request
+
+from service.auth import Accounts
+from service.settings import ServiceSettings
+from service.streams import Streams
+from worker.app import create_celery
+from worker.hub import Hub
+from worker.store import JobNotFound, JobStore
+
+STREAM_THREADS = 16
+HUB_PAUSES_S = (0.3, 1.0)
+
+_ID = re.compile(r"^[a-z0-9_]{1,64}$", re.ASCII)
+
+
+@dataclass(frozen=True)
+class ServiceParts:
+    """accounts and streams live in memory; everything that must last is in the store."""
+
+    settings: ServiceSettings
+    store: JobStore
+    celery: Celery
+    accounts: Accounts
+    streams: Streams
+
+    def hub(self, token: str) -> Hub:
+        return _hub(self.settings, token)
+
+    def close(self) -> None:
+        self.store.close()
+        self.celery.close()
+
+
+def wire(settings: ServiceSettings) -> ServiceParts:
+    """Open the database (bringing its tables up to date) and prepare the rest; connects to nothing else."""
+    return ServiceParts(
+        settings=settings,
+        store=JobStore.open(
+            settings.database, settings.secret_key.get_secret_value(), alive_limit=settings.alive_per_tenant
+        ),
+        celery=create_celery(settings),
+        accounts=Accounts(lambda token: Hub(settings.hub_endpoint, token).whoami().name, ttl_s=settings.whoami_cache_s),
+        streams=Streams(settings.streams_per_tenant, STREAM_THREADS),
+    )
+
+
+def _hub(settings: ServiceSettings, token: str) -> Hub:
+    """The Hub as one caller sees it, asked with little patience: a person waits for the answer."""
+    return Hub(settings.hub_endpoint, token, pauses_s=HUB_PAUSES_S)
+
+
+def _parts(request: Request) -> ServiceParts:
+    parts: ServiceParts = request.app.state.parts
+    return parts
+
+
+Wiring = Annotated[ServiceParts, Depends(_parts)]
+
+
+def _job_id(job_id: Annotated[str, Path(description="as POST /v1/jobs returned it")]) -> str:
+    """An id that cannot be one is unknown like any other, and never reaches SQL."""
+    if not _ID.match(job_id):
+        raise JobNotFound("There is no such job of yours.", "Check the id.")
+    return job_id
+
+
+JobId = Annotated[str, Depends(_job_id)]
