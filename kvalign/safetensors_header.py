@@ -102,9 +102,7 @@ def parse_index(raw: bytes, file: str, present: Collection[str]) -> dict[str, st
             raise _damaged(file, f"places {tensor} in {str(shard)[:80]!r}, not a plain safetensors file name")
     missing = sorted({*weight_map.values()} - {*present})
     if missing:
-        raise _damaged(
-            file, f"names {', '.join(missing[:3])}, which {'is' if len(missing) == 1 else 'are'} not there"
-        )
+        raise _damaged(file, f"names {', '.join(missing[:3])}, which {'is' if len(missing) == 1 else 'are'} not there")
     return weight_map
 
 

@@ -73,9 +73,7 @@ def check_source(folder: Path) -> WeightFacts:
     Reads config.json and headers only: cost does not grow with the weights.
     """
     if not folder.is_dir():
-        raise SourceNotFound(
-            f"{folder} is not a folder.", "Give the folder that holds config.json and the weights."
-        )
+        raise SourceNotFound(f"{folder} is not a folder.", "Give the folder that holds config.json and the weights.")
     files = FolderFiles(folder)
     config = read_config(files)
     check_architecture(config)
@@ -107,9 +105,7 @@ def read_config(files: SourceFiles) -> dict[str, Any]:
     if size is None:
         raise SourceNotFound("The model has no config.json.", "Give a transformers model.")
     if size > CONFIG_LIMIT_BYTES:
-        raise SourceInvalid(
-            f"{CONFIG} has {size} bytes; the limit is {CONFIG_LIMIT_BYTES}.", _ANOTHER_REVISION
-        )
+        raise SourceInvalid(f"{CONFIG} has {size} bytes; the limit is {CONFIG_LIMIT_BYTES}.", _ANOTHER_REVISION)
     try:
         config = json.loads(files.read(CONFIG, 0, size).decode())
     except (ValueError, RecursionError) as error:
@@ -230,9 +226,7 @@ def read_header(files: SourceFiles, name: str) -> list[TensorEntry]:
 _FIRST_READ_BYTES = 131_072  # holds most headers whole: one request where reading is remote
 
 
-def _check_placement(
-    entries: Mapping[str, TensorEntry], file: str, weight_map: Mapping[str, str] | None
-) -> None:
+def _check_placement(entries: Mapping[str, TensorEntry], file: str, weight_map: Mapping[str, str] | None) -> None:
     if weight_map is None:
         return
     promised = {tensor for tensor, shard in weight_map.items() if shard == file}

@@ -50,9 +50,7 @@ def check_architecture(config: Mapping[str, Any]) -> Family:
     row = _known_family(config)
     for refusal in (_not_causal, _compressed_attention, _windowed_layers, _unstable_positions, _quantized):
         if reason := refusal(config):
-            raise SourceUnsupported(
-                f"This {row.model_type} model cannot be converted: {reason}.", _OTHER_MODEL
-            )
+            raise SourceUnsupported(f"This {row.model_type} model cannot be converted: {reason}.", _OTHER_MODEL)
     return row
 
 
@@ -92,16 +90,12 @@ _MOVING_ROPE = {"dynamic", "longrope", "su"}
 def _known_family(config: Mapping[str, Any]) -> Family:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise SourceUnsupported(
-            "config.json names no model_type, so its architecture is unknown.", _OTHER_MODEL
-        )
+        raise SourceUnsupported("config.json names no model_type, so its architecture is unknown.", _OTHER_MODEL)
     shown = model_type[:80]
     row = family(model_type)
     if row is not None:
         if row.status is Status.REFUSED:
-            raise SourceUnsupported(
-                f"Models of type {shown} cannot be converted: {row.reason}.", _OTHER_MODEL
-            )
+            raise SourceUnsupported(f"Models of type {shown} cannot be converted: {row.reason}.", _OTHER_MODEL)
         return row
     if config.get("auto_map"):
         raise SourceUnsupported(
@@ -109,9 +103,7 @@ def _known_family(config: Mapping[str, Any]) -> Family:
             "kvalign never runs such code; choose a model whose architecture is part of transformers.",
         )
     if not any(name.endswith(_CAUSAL_ENDINGS) for name in _architectures(config)):
-        raise SourceUnsupported(
-            f"Models of type {shown} are unknown to kvalign: {_NOT_CAUSAL}.", _OTHER_MODEL
-        )
+        raise SourceUnsupported(f"Models of type {shown} are unknown to kvalign: {_NOT_CAUSAL}.", _OTHER_MODEL)
     return Family(shown, Status.UNTESTED)
 
 
@@ -126,9 +118,7 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 def _not_causal(config: Mapping[str, Any]) -> str:
     if config.get("is_encoder_decoder") is True:
         return _SEQ2SEQ
-    if any(
-        isinstance(config.get(part), Mapping) for part in ("text_config", "vision_config", "audio_config")
-    ):
+    if any(isinstance(config.get(part), Mapping) for part in ("text_config", "vision_config", "audio_config")):
         return _WRAPPER
     names = _architectures(config)
     if names and not any(name.endswith(_CAUSAL_ENDINGS) for name in names):
