@@ -17,6 +17,7 @@ from devhub.faults import Faults, InjectFaults
 from devhub.request_log import KeepLog, RequestLog
 from devhub.routes import accounts, browse, commits, control, files, lfs, repos
 from devhub.routing import MatchRawPath
+from devhub.sendable import sendable_text
 from devhub.storage import HubStorage
 
 DEFAULT_MULTIPART_BYTES = 64 << 20
@@ -74,7 +75,7 @@ def _refuse(request: Request, error: HubError) -> Response:
     headers = {"X-Error-Message": _header_text(error.message)}
     if error.code is not None:
         headers["X-Error-Code"] = error.code
-    body = {"error": error.message}
+    body = {"error": sendable_text(error.message)}
     if isinstance(error, EntryNotFound) and error.commit is not None:
         headers["X-Repo-Commit"] = error.commit
     if isinstance(error, Conflict) and error.url_path is not None:

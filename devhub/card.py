@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from devhub.sendable import is_sendable
+
 MAX_CARD_BYTES = 1 << 20
 _FRONT_MATTER = re.compile(r"\A\s*---[ \t]*\r?\n(.*?\n)??---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 _RELATIONS = ("adapter", "finetune", "merge", "quantized")
@@ -36,8 +38,8 @@ def check_card(text: str) -> CardCheck:
         data = yaml.load(match[1], Loader=_PlainLoader)  # noqa: S506 - a SafeLoader without aliases
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return CardCheck(errors=[f"Invalid YAML: {error or type(error).__name__}"])
-    if not isinstance(data, dict):
-        return CardCheck(errors=["The metadata must be a mapping of names to values."])
+    if not isinstance(data, dict) or not is_sendable(data):
+        return CardCheck(errors=["The metadata must be a mapping of names to plain values."])
     return CardCheck(data=data, errors=list(_complaints(data)))
 
 
@@ -68,7 +70,8 @@ def _as_text_map(loader: _PlainLoader, node: yaml.MappingNode) -> dict[str, Any]
 
 for _tag in ("timestamp", "binary"):
     _PlainLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _as_text)
-_PlainLoader.add_constructor("tag:yaml.org,2002:map", _as_text_map)
+for _tag in ("map", "set"):
+    _PlainLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _as_text_map)
 
 
 def _complaints(data: dict[str, Any]) -> list[str]:

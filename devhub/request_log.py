@@ -6,6 +6,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from devhub.faults import CONTROL_PATHS
+
 MAX_ENTRIES = 10_000
 _UPLOAD_ID = re.compile(r"(/devhub/uploads/)[^/]+")  # whoever knows it may upload
 
@@ -39,7 +41,7 @@ class KeepLog:
         self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] in CONTROL_PATHS:
             await self._app(scope, receive, send)
             return
         scope.setdefault("state", {})

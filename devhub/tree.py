@@ -100,6 +100,12 @@ def list_folder(files: Files, folder: str, *, recursive: bool) -> list[tuple[str
     return [(path, entry) for path, entry in sorted(listed.items()) if recursive or "/" not in path[len(prefix) :]]
 
 
+def changed_paths(old: Files, new: Files) -> set[str]:
+    """The files that differ between two trees, and every folder above one."""
+    files = {path for path in old.keys() | new.keys() if old.get(path) != new.get(path)}
+    return files | _folders(files)
+
+
 def is_folder(files: Files, path: str) -> bool:
     return any(name.startswith(f"{path}/") for name in files)
 

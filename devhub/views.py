@@ -10,6 +10,7 @@ from devhub.accounts import Account
 from devhub.card import check_card
 from devhub.names import RepoId
 from devhub.repository import Commit, Refs, Settings
+from devhub.sendable import is_sendable
 from devhub.storage import HubStorage
 from devhub.tree import Entry, Files, folder_oid, lfs_pointer
 
@@ -140,7 +141,9 @@ def _config(storage: HubStorage, files: Files) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     wanted = ("architectures", "model_type")
-    return {key: config[key] for key in wanted if key in config} if isinstance(config, dict) else {}
+    if not isinstance(config, dict):
+        return {}
+    return {key: config[key] for key in wanted if key in config and is_sendable(config[key])}
 
 
 def _stable_id(name: str) -> str:

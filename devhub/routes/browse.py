@@ -1,6 +1,7 @@
 """Looking at a repo: info, listings, refs and history; reads only."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import TypeVar
 from urllib.parse import parse_qs, urlencode
 
@@ -14,7 +15,7 @@ from devhub.errors import BadRequest, EntryNotFound
 from devhub.names import check_path
 from devhub.repository import DEFAULT_BRANCH, Commit, Repository
 from devhub.routing import route
-from devhub.tree import Entry, is_folder, list_folder
+from devhub.tree import Entry, changed_paths, is_folder, list_folder
 
 PAGE_ITEMS = 1000
 PAGE_ITEMS_EXPANDED = 50
@@ -87,19 +88,16 @@ def _items(
 
 def _last_changes(repo: Repository, head: Commit, paths: Sequence[str]) -> dict[str, Commit]:
     """For each path the newest commit that changed it, or something below it."""
-    state = {path: _below(head, path) for path in paths}
-    found: dict[str, Commit] = {}
+    missing, found = set(paths), dict[str, Commit]()
     newer = head
-    for commit in repo.history(head.oid):
-        for path in paths:
-            if path not in found and _below(commit, path) != state[path]:
-                found[path] = newer
-        newer = commit
-    return {path: found.get(path, newer) for path in paths}
-
-
-def _below(commit: Commit, path: str) -> dict[str, Entry]:
-    return {name: entry for name, entry in commit.files.items() if name == path or name.startswith(f"{path}/")}
+    for older in islice(repo.history(head.oid), 1, None):
+        for path in missing & changed_paths(older.files, newer.files):
+            found[path] = newer
+        missing -= found.keys()
+        newer = older
+        if not missing:
+            break
+    return {**dict.fromkeys(missing, newer), **found}
 
 
 def _page(request: Request, items: Sequence[T], default_items: int) -> tuple[Sequence[T], dict[str, str]]:

@@ -16,6 +16,7 @@ from devhub.errors import BadRequest, NotSupported, TooLarge
 from devhub.names import SHA256, check_path
 from devhub.repository import Repository
 from devhub.routing import route
+from devhub.sendable import sendable_text
 from devhub.storage import HubStorage
 from devhub.tree import Change, DeleteFile, DeleteFolder, Put, large_entry
 from devhub.upload_mode import MAX_REGULAR_BYTES, UploadMode, upload_mode
@@ -110,8 +111,8 @@ def _take_line(storage: HubStorage, repo: Repository, draft: _Draft, line: bytes
         raise BadRequest("A line of the commit is no JSON.") from None
     match operation:
         case {"key": "header", "value": {"summary": str(title), **header}}:
-            draft.title = title
-            draft.message = str(header.get("description") or "")
+            draft.title = sendable_text(title)
+            draft.message = sendable_text(str(header.get("description") or ""))
             draft.parent = str(header["parentCommit"]) if header.get("parentCommit") else None
         case {"key": str(), "value": {"path": str()}} if draft.title is not None:
             draft.changes.append(_change(storage, repo, operation["key"], operation["value"]))
