@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devhub_fixture import ME, ME_READING, YOU, DevHub, devhub_process, devhub_server, hub_client
+from devhub_fixture import ME, ME_READING, YOU, DevHub, devhub_process, devhub_server, hub_client, quiet_client
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 from safetensors.numpy import save_file
 
@@ -38,8 +38,7 @@ from worker.hub import Hub, SourceInfo, TokenInvalid
 
 __all__ = ["devhub_process", "devhub_server", "hub_client"]
 
-# The client's own retries of uploads warn about how it calls its HTTP library.
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+pytestmark = quiet_client
 
 PAUSES_S = (0.01, 0.01, 0.01)
 CONFIG = {
