@@ -43,8 +43,7 @@ class RequestContext:
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = _accepted(Headers(scope=scope).get("x-request-id"))
         mark = request_id.set(state["request_id"])
-        answer = _Answer(send, state["request_id"])
-        began = time.monotonic()
+        answer = _Answer(send, scope, state)
         try:
             await self.app(scope, receive, answer.send)
         except Exception:
@@ -53,16 +52,19 @@ class RequestContext:
                 raise  # too late for another answer: the server closes the connection
             await _internal_error(state["request_id"])(scope, receive, answer.send)
         finally:
-            _log_line(scope, state, answer.status, began)
+            answer.log_line()  # of one whose reader went away
             request_id.reset(mark)
 
 
 class _Answer:
-    """Adds the headers that every answer has, and remembers its status."""
+    """Adds the headers that every answer has, and logs one line when its last byte is sent."""
 
-    def __init__(self, send: Send, identifier: str) -> None:
+    def __init__(self, send: Send, scope: Scope, state: dict[str, Any]) -> None:
         self._send = send
-        self._identifier = identifier
+        self._scope = scope
+        self._state = state
+        self._began = time.monotonic()
+        self._logged = False
         self.status = 0
 
     async def send(self, message: Message) -> None:
@@ -71,8 +73,25 @@ class _Answer:
             headers = MutableHeaders(scope=message)
             for name, value in _SECURITY_HEADERS.items():
                 headers.setdefault(name, value)
-            headers["X-Request-Id"] = self._identifier
+            headers["X-Request-Id"] = self._state["request_id"]
+        elif not message.get("more_body", False):
+            self.log_line()
         await self._send(message)
+
+    def log_line(self) -> None:
+        if self._logged:
+            return
+        self._logged = True
+        method, path = self._scope["method"], self._scope["path"]  # a path without its query string
+        fields = {
+            "method": method,
+            "path": path,
+            "status": self.status,
+            "duration_ms": round(1000 * (time.monotonic() - self._began), 1),
+        }
+        if tenant := self._state.get("tenant"):
+            fields["tenant"] = tenant
+        log.info("%s %s %d", method, path, self.status, extra=fields)
 
 
 def _accepted(offered: str | None) -> str:
@@ -87,18 +106,6 @@ def _internal_error(identifier: str) -> ASGIApp:
         "The service failed to answer; the reason is in its log.",
         "Try again; if it persists, give the operator the request_id.",
     )
-
-
-def _log_line(scope: Scope, state: dict[str, Any], status: int, began: float) -> None:
-    fields = {
-        "method": scope["method"],
-        "path": scope["path"],  # without the query string
-        "status": status,
-        "duration_ms": round(1000 * (time.monotonic() - began), 1),
-    }
-    if tenant := state.get("tenant"):
-        fields["tenant"] = tenant
-    log.info("%s %s %d", scope["method"], scope["path"], status, extra=fields)
 
 
 class BodyLimit:

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,7 @@ class _Running:
             self._program.command,
             env=dict(self._program.environment),
             stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),  # what the programs say is log; stdout is the keeper's own
             start_new_session=True,
             preexec_fn=lambda: _die_with(keeper),
         )

@@ -6,11 +6,11 @@ A bad request fails here, at once and with its code, instead of minutes later in
 import logging
 
 from kvalign.config import ConversionConfig, is_local_dataset
-from kvalign.errors import ConfigInvalid, TargetExists
+from kvalign.errors import ConfigInvalid
 from service.auth import Caller
 from service.wiring import ServiceParts
 from worker.app import enqueue
-from worker.jobs import Job, JobState
+from worker.jobs import Job
 from worker.preflight import preflight
 from worker.store import Submission
 
@@ -20,25 +20,20 @@ log = logging.getLogger(__name__)
 def submit_job(
     wiring: ServiceParts, caller: Caller, config: ConversionConfig, idempotency_key: str | None
 ) -> Submission:
-    """Check a request, store it as a job and wake a worker. Blocks on the Hub and on SQL.
+    """Check a request and store it as a job. Blocks on the Hub and on SQL.
 
     Raises ConfigInvalid, the errors of the source, the target and the Hub, IdempotencyConflict, QuotaExceeded.
     """
     check_config(config)
-    found = preflight(wiring.hub(caller.token), config)
-    error = found.first_error()
-    if error is not None:
-        raise error
-    submission = wiring.store.submit(
+    # Disk and memory are the worker's to judge, which may be another machine.
+    source, _ = preflight(wiring.hub(caller.token), config).passed()
+    return wiring.store.submit(
         caller.tenant,
         config,
-        source_commit=found.source.commit,
+        source_commit=source.commit,
         token=caller.token,
         idempotency_key=idempotency_key,
     )
-    if submission.created:
-        announce(wiring, submission.job)
-    return submission
 
 
 def check_config(config: ConversionConfig) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, BackgroundTasks, Header, Query, Response
 
 from kvalign.config import ConversionConfig
 from service.auth import CurrentCaller
@@ -36,10 +36,14 @@ def submit(
     caller: CurrentCaller,
     wiring: Wiring,
     response: Response,
+    afterwards: BackgroundTasks,
     idempotency_key: IdempotencyKey = None,
 ) -> JobView:
     submission = submit_job(wiring, caller, config, idempotency_key)
-    if not submission.created:
+    if submission.created:
+        # After the answer: the job is stored, and a broker that is away must not keep the caller waiting.
+        afterwards.add_task(announce, wiring, submission.job)
+    else:
         response.status_code = 200
     response.headers["Location"] = f"/v1/jobs/{submission.job.id}"
     return _view(wiring, submission.job)
@@ -70,10 +74,10 @@ def cancel(job_id: JobId, caller: CurrentCaller, wiring: Wiring) -> JobView:
 
 
 @router.post("/{job_id}/retry", status_code=202, summary="Go on with a failed or canceled job")
-def retry(job_id: JobId, caller: CurrentCaller, wiring: Wiring) -> JobView:
+def retry(job_id: JobId, caller: CurrentCaller, wiring: Wiring, afterwards: BackgroundTasks) -> JobView:
     """Resumes after the last finished stage, with the token of this request."""
     job = wiring.store.retry(job_id, tenant=caller.tenant, token=caller.token)
-    announce(wiring, job)
+    afterwards.add_task(announce, wiring, job)
     return _view(wiring, job)
 
 
