@@ -15,7 +15,7 @@ from devhub.door import Moved
 from devhub.errors import Conflict, EntryNotFound, HubError
 from devhub.faults import Faults, InjectFaults
 from devhub.request_log import KeepLog, RequestLog
-from devhub.routes import accounts, browse, commits, control, files, lfs, repos
+from devhub.routes import accounts, browse, commits, control, files, lfs, pages, repos
 from devhub.routing import MatchRawPath
 from devhub.sendable import sendable_text
 from devhub.storage import HubStorage
@@ -66,6 +66,7 @@ def _hub_routes() -> list[BaseRoute]:
         lfs.routes,
         files.routes,
         browse.routes,
+        pages.routes,
     )
     return [route for group in groups for route in group]
 

@@ -1,5 +1,6 @@
 """From a request to the account, the repo and the body it means; every route passes here. Decides nothing."""
 
+import base64
 import json
 from typing import Any, NoReturn
 
@@ -30,12 +31,25 @@ def storage(request: Request) -> HubStorage:
 
 def account(request: Request) -> Account | None:
     """Whose token came along; None without one. Raises InvalidToken."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not token:
+    token = _token(request)
+    if not token:
         return None
-    found = storage(request).accounts.find(token.strip())
+    found = storage(request).accounts.find(token)
     request.state.account = found.name
     return found
+
+
+def _token(request: Request) -> str:
+    """The bearer token; or a browser's password, but for reading alone: other sites can make a browser send it."""
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return credentials.strip()
+    if scheme.lower() == "basic" and request.method in ("GET", "HEAD"):
+        try:
+            return base64.b64decode(credentials).decode().partition(":")[2]
+        except ValueError:
+            return ""
+    return ""
 
 
 def visible_repo(request: Request) -> tuple[Repository, Settings]:

@@ -4,7 +4,7 @@ Revisions and paths arrive percent-encoded, slashes and all (`refs%2Fpr%2F1`), s
 path as it was sent, and each piece is decoded on its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from devhub.names import KINDS, RESERVED_NAMES
+from devhub.names import KINDS, RESERVED_NAMES, RESERVED_OWNERS
 
 
 class MatchRawPath:
@@ -40,10 +40,14 @@ class _Kind(_Decoded):
     regex = "|".join(KINDS)
 
 
-class _Repo(_Decoded):
-    """`owner/name` or `name`; what follows an ownerless name is never taken for its second half."""
+def _none_of(words: Iterable[str]) -> str:
+    return rf"(?!(?:{'|'.join(sorted(words))})(?:/|$))"
 
-    regex = rf"[^/]+(?:/(?!(?:{'|'.join(sorted(RESERVED_NAMES))})(?:/|$))[^/]+)?"
+
+class _Repo(_Decoded):
+    """`owner/name` or `name`. Words of the URLs themselves are taken for neither half."""
+
+    regex = rf"{_none_of(RESERVED_OWNERS)}[^/]+(?:/{_none_of(RESERVED_NAMES)}[^/]+)?"
 
 
 class _Revision(_Decoded):

@@ -3,12 +3,17 @@
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
+from devhub.disk import CHUNK_BYTES
 from devhub.door import readable_repo, storage
 from devhub.errors import EntryNotFound
 from devhub.routing import route
 
 # A repo's files are a stranger's: a browser must show them as text or save them, never run them.
 _INERT = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "default-src 'none'; sandbox"}
+
+
+class _File(FileResponse):
+    chunk_size = CHUNK_BYTES
 
 
 def resolve(request: Request) -> Response:
@@ -21,7 +26,7 @@ def resolve(request: Request) -> Response:
     headers = {"X-Repo-Commit": commit.oid, "ETag": f'"{entry.etag}"', **_INERT}
     if entry.sha256:
         headers |= {"X-Linked-Etag": f'"{entry.sha256}"', "X-Linked-Size": str(entry.size)}
-    return FileResponse(
+    return _File(
         storage(request).blobs.path(entry),
         headers=headers,
         media_type="application/octet-stream" if entry.sha256 else "text/plain; charset=utf-8",

@@ -29,10 +29,14 @@ quiet_client = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarni
 
 @dataclass(frozen=True)
 class DevHub:
-    """A running devhub. `storage` is its folder, which may be read and changed while it runs."""
+    """A running devhub. `storage` is its folder, which may be read and changed while it runs.
+
+    http  a plain client, for requests the real one would never send
+    """
 
     url: str
     root: Path
+    http: httpx.Client
 
     @property
     def storage(self) -> HubStorage:
@@ -45,18 +49,18 @@ class DevHub:
     def get(self, path: str, token: str | None = ME, **headers: str) -> httpx.Response:
         """A request just as it is written here, for what the client would never ask."""
         auth = {"Authorization": f"Bearer {token}"} if token else {}
-        return httpx.get(f"{self.url}{path}", headers={**auth, **headers})
+        return self.http.get(path, headers={**auth, **headers})
 
     def fault(self, **fields: Any) -> None:
         """See devhub.faults.Fault."""
-        httpx.post(f"{self.url}/devhub/faults", json=fields).raise_for_status()
+        self.http.post("/devhub/faults", json=fields).raise_for_status()
 
     def clear_faults(self) -> None:
-        httpx.delete(f"{self.url}/devhub/faults").raise_for_status()
+        self.http.delete("/devhub/faults").raise_for_status()
 
     def log(self) -> list[dict[str, Any]]:
         """See devhub.request_log.RequestLog."""
-        entries: list[dict[str, Any]] = httpx.get(f"{self.url}/devhub/log").raise_for_status().json()
+        entries: list[dict[str, Any]] = self.http.get("/devhub/log").raise_for_status().json()
         return entries
 
 
@@ -69,7 +73,9 @@ def running_devhub(root: Path, *arguments: str) -> Iterator[DevHub]:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("devhub listening on http://127.0.0.1:"), line
-        yield DevHub(line.split()[-1], root)
+        url = line.split()[-1]
+        with httpx.Client(base_url=url, trust_env=False) as http:
+            yield DevHub(url, root, http)
     finally:
         process.terminate()
         process.wait(timeout=20)

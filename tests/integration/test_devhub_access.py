@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 from devhub_fixture import ME, ME_READING, YOU, DevHub, devhub_process, devhub_server, hub_client, quiet_client
 from huggingface_hub.errors import (
@@ -121,7 +120,7 @@ def test_raw_writes_without_a_right_to(devhub_server: DevHub) -> None:
     devhub_server.api().create_repo("me/raw-writes")
     lines = '{"key":"header","value":{"summary":"x"}}\n'
     for path in ("/api/models/me/raw-writes/commit/main", "/me/raw-writes.git/info/lfs/objects/batch"):
-        answer = httpx.post(f"{devhub_server.url}{path}", content=lines, headers={"Authorization": f"Bearer {YOU}"})
+        answer = devhub_server.http.post(f"{path}", content=lines, headers={"Authorization": f"Bearer {YOU}"})
         assert answer.status_code == 403
 
 
@@ -163,8 +162,8 @@ def test_no_file_is_committed_under_a_bad_path(devhub_server: DevHub, path: str)
     devhub_server.api().create_repo("me/bad-paths", exist_ok=True)
     operation = {"key": "file", "value": {"path": path, "content": "eA==", "encoding": "base64"}}
     body = '{"key":"header","value":{"summary":"x"}}\n' + json.dumps(operation)
-    answer = httpx.post(
-        f"{devhub_server.url}/api/models/me/bad-paths/commit/main",
+    answer = devhub_server.http.post(
+        "/api/models/me/bad-paths/commit/main",
         content=body,
         headers={"Authorization": f"Bearer {ME}"},
     )

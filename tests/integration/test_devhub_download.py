@@ -5,7 +5,6 @@ import re
 import time
 from pathlib import Path
 
-import httpx
 import httpx2
 import pytest
 from devhub_fixture import DevHub, devhub_process, devhub_server, hub_client, quiet_client
@@ -93,14 +92,14 @@ def test_range_past_the_end(devhub_server: DevHub, model: tuple[str, bytes]) -> 
 def test_head_tells_what_get_would_send(devhub_server: DevHub, model: tuple[str, bytes]) -> None:
     name, _ = model
     sha = devhub_server.api().model_info(name).sha
-    large = httpx.head(f"{devhub_server.url}/{name}/resolve/main/model.safetensors")
+    large = devhub_server.http.head(f"/{name}/resolve/main/model.safetensors")
     assert large.headers["X-Repo-Commit"] == sha
     assert large.headers["X-Linked-Etag"] == large.headers["ETag"]
     assert int(large.headers["X-Linked-Size"]) == int(large.headers["Content-Length"]) == 3 * MIB
-    small = httpx.head(f"{devhub_server.url}/{name}/resolve/main/config.json")
+    small = devhub_server.http.head(f"/{name}/resolve/main/config.json")
     assert small.headers["ETag"] == '"9e26dfeeb6e641a33dae4961196235bdb965b21b"'  # git hash-object of {}
     assert "X-Linked-Etag" not in small.headers
-    missing = httpx.head(f"{devhub_server.url}/{name}/resolve/main/nope")
+    missing = devhub_server.http.head(f"/{name}/resolve/main/nope")
     assert (missing.status_code, missing.headers["X-Error-Code"]) == (404, "EntryNotFound")
     assert missing.headers["X-Repo-Commit"] == sha
     assert missing.content == b""
@@ -166,7 +165,7 @@ def test_faults_can_be_cleared_and_must_make_sense(devhub_server: DevHub, model:
     devhub_server.clear_faults()
     assert devhub_server.api().whoami()["name"] == "me"
     for bad in ({"times": 0}, {"status": 200}, {"path_regex": "("}, {"wat": 1}, {"delay_s": -1}):
-        assert httpx.post(f"{devhub_server.url}/devhub/faults", json=bad).status_code == 400
+        assert devhub_server.http.post("/devhub/faults", json=bad).status_code == 400
 
 
 def test_log_says_who_asked_what(devhub_server: DevHub, model: tuple[str, bytes]) -> None:

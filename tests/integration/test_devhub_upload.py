@@ -5,7 +5,6 @@ import json
 import os
 from pathlib import Path
 
-import httpx
 import pytest
 from devhub_fixture import ME, MULTIPART_BYTES, YOU, DevHub, devhub_process, devhub_server, hub_client, quiet_client
 from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
@@ -39,7 +38,7 @@ def test_repo_that_exists_is_a_conflict_unless_that_is_fine(devhub_server: DevHu
 def test_repo_names_that_are_words_of_the_urls_are_refused(devhub_server: DevHub, name: str) -> None:
     owner, repo = name.split("/")
     body = {"name": repo, "organization": owner}
-    answer = httpx.post(f"{devhub_server.url}/api/repos/create", json=body, headers={"Authorization": f"Bearer {ME}"})
+    answer = devhub_server.http.post("/api/repos/create", json=body, headers={"Authorization": f"Bearer {ME}"})
     assert answer.status_code == 400
 
 
@@ -179,10 +178,10 @@ def test_hash_alone_gives_no_right_to_the_content(devhub_server: DevHub) -> None
     auth = {"Authorization": f"Bearer {YOU}"}
     operation = {"key": "lfsFile", "value": {"path": "s.bin", "algo": "sha256", "oid": sha256, "size": 1000}}
     lines = '{"key":"header","value":{"summary":"x"}}\n' + json.dumps(operation)
-    commit = httpx.post(f"{devhub_server.url}/api/models/you/thief/commit/main", content=lines, headers=auth)
+    commit = devhub_server.http.post("/api/models/you/thief/commit/main", content=lines, headers=auth)
     assert commit.status_code == 400
-    batch = httpx.post(
-        f"{devhub_server.url}/you/thief.git/info/lfs/objects/batch",
+    batch = devhub_server.http.post(
+        "/you/thief.git/info/lfs/objects/batch",
         json={"operation": "upload", "transfers": ["basic"], "objects": [{"oid": sha256, "size": 1000}]},
         headers=auth,
     ).json()
@@ -194,16 +193,16 @@ def test_upload_of_other_bytes_than_announced_is_refused(devhub_server: DevHub, 
     repo = f"me/lies-{len(body)}"
     devhub_server.api().create_repo(repo)
     sha256 = hashlib.sha256(b"y" * 1000).hexdigest()
-    batch = httpx.post(
-        f"{devhub_server.url}/{repo}.git/info/lfs/objects/batch",
+    batch = devhub_server.http.post(
+        f"/{repo}.git/info/lfs/objects/batch",
         json={"operation": "upload", "transfers": ["basic"], "objects": [{"oid": sha256, "size": 1000}]},
         headers={"Authorization": f"Bearer {ME}"},
     ).json()
     href = batch["objects"][0]["actions"]["upload"]["href"]
-    assert httpx.put(href, content=body).status_code == 400
-    assert httpx.put(href, content=b"y" * 1000).status_code == 200
-    assert httpx.put(href, content=b"y" * 1000).status_code == 200  # as after an answer that was lost
-    assert httpx.put(f"{devhub_server.url}/devhub/uploads/guessed", content=b"y").status_code == 404
+    assert devhub_server.http.put(href, content=body).status_code == 400
+    assert devhub_server.http.put(href, content=b"y" * 1000).status_code == 200
+    assert devhub_server.http.put(href, content=b"y" * 1000).status_code == 200  # as after an answer that was lost
+    assert devhub_server.http.put("/devhub/uploads/guessed", content=b"y").status_code == 404
 
 
 def test_two_commits_at_once_both_arrive(devhub_server: DevHub) -> None:
@@ -221,8 +220,8 @@ def test_two_commits_at_once_both_arrive(devhub_server: DevHub) -> None:
 
 def test_title_that_no_file_can_hold_is_made_harmless(devhub_server: DevHub) -> None:
     devhub_server.api().create_repo("me/surrogate")
-    answer = httpx.post(
-        f"{devhub_server.url}/api/models/me/surrogate/commit/main",
+    answer = devhub_server.http.post(
+        "/api/models/me/surrogate/commit/main",
         content=b'{"key":"header","value":{"summary":"half \\ud800"}}\n',
         headers={"Authorization": f"Bearer {ME}"},
     )
@@ -245,8 +244,8 @@ def test_commit_bodies_that_make_no_sense(devhub_server: DevHub) -> None:
         header + b'{"key":"file","value":{"path":"\\ud800","content":"aa"}}\n',
     ]
     for body in bodies:
-        answer = httpx.post(
-            f"{devhub_server.url}/api/models/me/nonsense/commit/main",
+        answer = devhub_server.http.post(
+            "/api/models/me/nonsense/commit/main",
             content=body,
             headers={"Authorization": f"Bearer {ME}"},
         )
