@@ -42,11 +42,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tools:
-    """What attempts work with, alike for all jobs of a worker."""
+    """What attempts work with, alike for all jobs of a worker.
+
+    hub           the Hub as the owner of a token sees it
+    memory_bytes  what a converting child may hold
+    """
 
     hub: Callable[[str], Hub]
     runner: Runner
     workspaces: Workspaces
+    memory_bytes: int
 
     @classmethod
     def of(cls, settings: WorkerSettings, concurrency: int) -> "Tools":
@@ -58,7 +63,7 @@ class Tools:
             threads=max(1, (os.cpu_count() or 1) // concurrency),
         )
         runner = Runner([sys.executable, "-P", "-m", "worker.child"], confinement, workspaces.cache)
-        return cls(partial(Hub, settings.hub_endpoint), runner, workspaces)
+        return cls(partial(Hub, settings.hub_endpoint), runner, workspaces, confinement.memory_bytes)
 
 
 def run_attempt(lease: Lease, watch: Watch, tools: Tools) -> None:
@@ -129,12 +134,20 @@ class _Attempt:
 
     def _preflight(self) -> SourceInfo:
         with self._stage(Stage.PREFLIGHT):
-            free_bytes = self._tools.workspaces.free_bytes(self._job.id)
-            checked = self._watch.during(lambda: preflight(self._hub(), self._pinned(), free_bytes))
-            if error := checked.first_error():
-                raise error
-            self._workspace.reserve(checked.estimate.disk_bytes)
-            return checked.source
+            hub, begun = self._hub(), self._target_begun()
+            checked = self._watch.during(
+                lambda: preflight(
+                    hub,
+                    self._pinned(),
+                    self._tools.workspaces.free_bytes(self._job.id),
+                    self._tools.memory_bytes,
+                    job_id=self._job.id,
+                    target_created=begun,
+                )
+            )
+            source, estimate = checked.passed()
+            self._workspace.reserve(estimate.disk_bytes)
+            return source
 
     def _pull(self, source: SourceInfo) -> "_Inputs":
         """Fetch the model and the texts that it is fitted to and judged on."""
@@ -177,8 +190,7 @@ class _Attempt:
     def _publish(self, source: SourceInfo, model: Path, artifact: Path) -> Published:
         """Put it on the Hub, once: what an earlier attempt published already is found there."""
         files = files_to_publish(self._config.target.layout, model, artifact)
-        hub = self._hub()
-        begun = insist(self._lease.target_begun, self._lease.lease_s)
+        hub, begun = self._hub(), self._target_begun()
         with self._stage(Stage.PUBLISH):
             return self._watch.during(
                 lambda: hub.publish(
@@ -204,6 +216,9 @@ class _Attempt:
 
     def _hub(self) -> Hub:
         return self._tools.hub(insist(self._lease.token, self._lease.lease_s))
+
+    def _target_begun(self) -> bool:
+        return insist(self._lease.target_begun, self._lease.lease_s)
 
     def _pinned(self) -> ConversionConfig:
         """The settings with the commit that the source's revision named when the job was submitted."""

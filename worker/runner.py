@@ -159,9 +159,13 @@ class _Conversation:
                 "The system killed the conversion, most likely because the machine ran out of memory.",
                 _LESS_MEMORY,
             )
-        how = f"exit code {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        how = f"exit code {status}" if status >= 0 else f"signal {_signal_name(-status)}"
         said = f"its last words: {' | '.join(self._last_words)}" if self._last_words else "it said nothing"
         return KvalignError(f"The conversion ended with {how} and no result; {said}.", "Retry the job.")
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else str(number)
 
 
 def _child_error(error: ErrorMessage) -> KvalignError:
