@@ -17,6 +17,7 @@ HEADER_LIMIT_BYTES = 25_000_000
 LENGTH_BYTES = 8
 
 _TENSORS_LIMIT = 200_000
+_SHARDS_LIMIT = 500
 _DIMENSIONS_LIMIT = 8
 _TENSOR_NAME = re.compile(r"[\w.\-]{1,256}", re.ASCII)
 _FILE_NAME = re.compile(r"[\w.\-]{1,128}\.safetensors", re.ASCII)
@@ -95,12 +96,19 @@ def parse_index(raw: bytes, file: str, present: Collection[str]) -> dict[str, st
     weight_map = _json_object(raw, file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _damaged(file, "has no weight_map")
+    shards = sorted({str(shard) for shard in weight_map.values()})
+    if len(weight_map) > _TENSORS_LIMIT or len(shards) > _SHARDS_LIMIT:
+        raise _damaged(
+            file,
+            f"names {len(weight_map)} tensors in {len(shards)} files; "
+            f"the limits are {_TENSORS_LIMIT} and {_SHARDS_LIMIT}",
+        )
     for tensor, shard in weight_map.items():
         if not _TENSOR_NAME.fullmatch(tensor):
             raise _damaged(file, f"names a tensor {tensor[:80]!r}")
         if not isinstance(shard, str) or not _FILE_NAME.fullmatch(shard):
             raise _damaged(file, f"places {tensor} in {str(shard)[:80]!r}, not a plain safetensors file name")
-    missing = sorted({*weight_map.values()} - {*present})
+    missing = [shard for shard in shards if shard not in present]
     if missing:
         raise _damaged(file, f"names {', '.join(missing[:3])}, which {'is' if len(missing) == 1 else 'are'} not there")
     return weight_map

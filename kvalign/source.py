@@ -28,6 +28,7 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 
 CONFIG_LIMIT_BYTES = 2_000_000
 TOKENIZER_LIMIT_BYTES = 64_000_000
+_HEADERS_LIMIT_BYTES = 4 * HEADER_LIMIT_BYTES
 
 
 class SourceFiles(Protocol):
@@ -122,9 +123,10 @@ def model_sizes(config: Mapping[str, Any]) -> ModelSizes:
     """The shape in config.json, bounded before anything is allocated by it; raises SourceInvalid."""
     layers = _size(config, ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1024)
     hidden = _size(config, ("hidden_size", "n_embd", "d_model"), 131_072)
-    query_heads = _size(config, ("num_attention_heads", "n_head", "n_heads"), 4096)
-    one_kv_head = config.get("multi_query") is True and config.get("new_decoder_architecture") is not True
-    kv_heads = _size(config, ("num_key_value_heads", "num_kv_heads"), 4096, 1 if one_kv_head else query_heads)
+    query_heads = _size(config, ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads"), 4096)
+    kv_heads = _size(config, ("num_key_value_heads", "num_kv_heads"), 4096, query_heads)
+    if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
+        kv_heads = 1
     head_dim = _size(config, ("head_dim",), 4096, max(1, hidden // query_heads))
     vocabulary = _size(config, ("vocab_size",), 4_194_304)
     for names in (("intermediate_size", "n_inner", "ffn_dim"), ("max_position_embeddings", "n_positions")):
@@ -201,8 +203,15 @@ def check_weights(files: SourceFiles, weight_map: Mapping[str, str] | None, size
     """
     names = sorted({*weight_map.values()}) if weight_map is not None else [SINGLE_WEIGHTS]
     tensors: dict[str, TensorEntry] = {}
+    headers_bytes = 0
     for name in names:
-        entries = {entry.name: entry for entry in read_header(files, name)}
+        found, size = read_header(files, name)
+        headers_bytes += size
+        if headers_bytes > _HEADERS_LIMIT_BYTES:
+            raise SourceInvalid(
+                f"The headers of the weight files exceed {_HEADERS_LIMIT_BYTES} bytes together.", _ANOTHER_REVISION
+            )
+        entries = {entry.name: entry for entry in found}
         _check_placement(entries, name, weight_map)
         tensors.update(entries)
     _check_dtypes(tensors.values())
@@ -211,8 +220,8 @@ def check_weights(files: SourceFiles, weight_map: Mapping[str, str] | None, size
     return WeightFacts(tuple(names), parameters, sum(files.sizes()[name] for name in names))
 
 
-def read_header(files: SourceFiles, name: str) -> list[TensorEntry]:
-    """The tensors of one safetensors file; reads its header only."""
+def read_header(files: SourceFiles, name: str) -> tuple[list[TensorEntry], int]:
+    """The tensors of one safetensors file, and the bytes of its header; reads nothing else."""
     file_bytes = files.sizes()[name]
     start = files.read(name, 0, min(file_bytes, _FIRST_READ_BYTES))
     wanted = LENGTH_BYTES + header_bytes(start, name, file_bytes)
@@ -220,7 +229,7 @@ def read_header(files: SourceFiles, name: str) -> list[TensorEntry]:
         start += files.read(name, len(start), wanted - len(start))
     if len(start) < wanted:
         raise SourceInvalid(f"{name} ends within its header.", _ANOTHER_REVISION)
-    return parse_header(start[LENGTH_BYTES:wanted], name, file_bytes)
+    return parse_header(start[LENGTH_BYTES:wanted], name, file_bytes), wanted
 
 
 _FIRST_READ_BYTES = 131_072  # holds most headers whole: one request where reading is remote

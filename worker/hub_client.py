@@ -114,11 +114,8 @@ class HubClient:
         """Headers of a request by hand; they hold the token, so they are for the session alone."""
         return build_hf_headers(token=self._token or False)
 
-    def ask(self, subject: Subject, request: Callable[[], T], *, while_waiting: Callable[[], None] = lambda: None) -> T:
-        """Send a request, again after transient failures; raises our errors only.
-
-        while_waiting  called about once a second between tries; what it raises ends the waiting
-        """
+    def ask(self, subject: Subject, request: Callable[[], T]) -> T:
+        """Send a request, again after transient failures; raises our errors only."""
         pauses = iter(self.pauses_s)
         while True:
             try:
@@ -127,7 +124,7 @@ class HubClient:
                 pause_s = next(pauses, None)
                 if pause_s is None or not is_transient(error):
                     raise self.translated(error, subject) from None
-                wait(max(pause_s, asked_wait_s(error)), while_waiting)
+                time.sleep(max(pause_s, asked_wait_s(error)))
 
     def translated(self, error: Exception, subject: Subject) -> KvalignError:
         """Our error for one of the client's. Its text never holds the token."""

@@ -49,19 +49,15 @@ class RemoteFiles:
         self._client = client
         self._subject = subject
         self._source = source
-        self._kept: dict[tuple[str, int, int], bytes] = {}
 
     def sizes(self) -> Mapping[str, int]:
         return {name: file.size for name, file in self._source.files.items() if "/" not in name}
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        """A range of one file, kept for the next one who asks. Raises what HubClient.ask raises."""
+        """A range of one file. Raises what HubClient.ask raises."""
         if length <= 0:
             return b""
-        key = (name, start, length)
-        if key not in self._kept:
-            self._kept[key] = self._client.ask(self._subject, lambda: self._range(name, start, length))
-        return self._kept[key]
+        return self._client.ask(self._subject, lambda: self._range(name, start, length))
 
     def _range(self, name: str, start: int, length: int) -> bytes:
         url = hf_hub_url(self._source.repo, name, revision=self._source.commit, endpoint=self._client.endpoint)

@@ -4,10 +4,9 @@ A job's commit carries the job's id in its title, so an unclear answer is settle
 parent_commit makes a late first try and its repetition exclude each other. Knows the Hub through HubClient.
 """
 
-import hashlib
-import io
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,16 +32,15 @@ from worker.hub_client import (
     is_transient,
     sensible,
     target_subject,
-    wait,
 )
-from worker.hub_download import git_blob_hash, is_model_file
+from worker.hub_download import is_model_file
 from worker.hub_types import Account, Gate, OnBytes, Published, RemoteFile, SourceInfo, remote_files
+from worker.hub_upload import LocalFile, hashed, uploaded
 
 logger = logging.getLogger(__name__)
 
 _MARK = "kvalign_config.json"
 _FIRST_FILES = {".gitattributes"}
-_CHUNK_BYTES = 1 << 20
 
 _Operation = CommitOperationAdd | CommitOperationCopy | CommitOperationDelete  # the client's list is invariant
 
@@ -92,7 +90,7 @@ class Publisher:
             if commit := state.commit_of(self._job_id):
                 return self._published(commit)
             self._check_ours(state)
-        local = _hashed(files, on_bytes)
+        local = hashed(files, on_bytes)
         if state is None:
             before_create()
             state = self._create()
@@ -216,7 +214,7 @@ class Publisher:
     def _commit(
         self,
         state: "_State",
-        local: list["_LocalFile"],
+        local: list[LocalFile],
         message: str,
         on_bytes: OnBytes,
         before_commit: Callable[[], None],
@@ -224,7 +222,10 @@ class Publisher:
         """Commit once, however often it takes. Returns the commit's id."""
         pauses = iter(self._client.pauses_s)
         while True:
-            operations: list[_Operation] = [*self._uploaded(local, on_bytes), *_removals(state, local)]
+            operations: list[_Operation] = [
+                *uploaded(self._client, self._subject, self._repo, local, on_bytes),
+                *_removals(state, local),
+            ]
             before_commit()
             try:
                 return self._client.api.create_commit(
@@ -238,7 +239,7 @@ class Publisher:
                     raise self._client.translated(error, self._subject) from None
                 pause_s = next(pauses, None)
                 logger.warning("the commit to %s went unanswered (%s): reading back", self._repo, type(error).__name__)
-                wait(max(pause_s or 0.0, asked_wait_s(error)), lambda: None)
+                time.sleep(max(pause_s or 0.0, asked_wait_s(error)))
             except ValueError as error:
                 raise KvalignError(f"The Hub refuses the model card: {str(error)[:300]}") from None
             now = self._look()
@@ -251,34 +252,7 @@ class Publisher:
             self._check_ours(now)
             state = now
 
-    def _uploaded(self, local: list["_LocalFile"], on_bytes: OnBytes) -> Iterable[CommitOperationAdd]:
-        """Upload what the Hub keeps as large files, one by one; yields the operations that name them."""
-        total = sum(file.size for file in local)
-        done = 0
-        for file in local:
-            operation = CommitOperationAdd(file.name, str(file.path))
-            operation.upload_info.sha256 = bytes.fromhex(file.sha256)
-            with _Watched(file.path, done, total, on_bytes) as reader:
-                operation.path_or_fileobj = reader
-                self._upload(operation)
-            if operation.path_or_fileobj is reader:
-                operation.path_or_fileobj = str(file.path)
-            done += file.size
-            on_bytes(done, total)
-            yield operation
-
-    def _upload(self, operation: CommitOperationAdd) -> None:
-        try:
-            self._client.api.preupload_lfs_files(self._repo, [operation], num_threads=1)
-        except CLIENT_ERRORS as error:
-            raise self._client.translated(error, self._subject) from None
-        except RuntimeError as error:  # the client wraps whatever stopped an upload
-            cause = error.__cause__ or error
-            if isinstance(cause, CLIENT_ERRORS):
-                raise self._client.translated(cause, self._subject) from None
-            raise cause from None
-
-    def _verify(self, commit: str, local: list["_LocalFile"]) -> None:
+    def _verify(self, commit: str, local: list[LocalFile]) -> None:
         """Compare what the commit holds with what was sent."""
         info = self._info(commit)
         there = sensible(lambda: remote_files(info.siblings if info else None))
@@ -328,44 +302,7 @@ class _State:
         return next((item.id for item in self.commits if job_id in item.title or job_id in item.message), None)
 
 
-@dataclass(frozen=True)
-class _LocalFile:
-    name: str
-    path: Path
-    size: int
-    sha256: str
-    git_sha1: str
-
-
-def _hashed(files: Mapping[str, Path], on_bytes: OnBytes) -> list[_LocalFile]:
-    total = sum(path.stat().st_size for path in files.values())
-    local = []
-    for name, path in files.items():
-        size = path.stat().st_size
-        sha256, git_sha1 = hashlib.sha256(), git_blob_hash(size)
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                sha256.update(chunk)
-                git_sha1.update(chunk)
-                on_bytes(0, total)
-        local.append(_LocalFile(name, path, size, sha256.hexdigest(), git_sha1.hexdigest()))
-    return local
-
-
-class _Watched(io.BufferedReader):
-    """A file whose reading is reported; what on_bytes raises ends the upload that reads it."""
-
-    def __init__(self, path: Path, base: int, total: int, on_bytes: OnBytes) -> None:
-        super().__init__(io.FileIO(path))
-        self._base, self._total, self._on_bytes = base, total, on_bytes
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(size)
-        self._on_bytes(self._base + self.tell(), self._total)
-        return data
-
-
-def _removals(state: _State, local: list[_LocalFile]) -> list[CommitOperationDelete]:
+def _removals(state: _State, local: list[LocalFile]) -> list[CommitOperationDelete]:
     """Model files of an earlier conversion that this one does not have: mixing two models would load wrongly."""
     kept = {file.name for file in local}
     return [CommitOperationDelete(name) for name in state.files if name not in kept and is_model_file(name)]

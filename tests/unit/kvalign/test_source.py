@@ -15,7 +15,7 @@ from safetensors.numpy import save, save_file
 
 from kvalign.errors import KvalignError, SourceInvalid, SourceNotFound, SourceUnsupported, WeightsUnsafe
 from kvalign.safetensors_header import HEADER_LIMIT_BYTES, header_bytes, parse_header, parse_index
-from kvalign.source import CONFIG_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, check_source
+from kvalign.source import CONFIG_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, check_source, model_sizes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -58,9 +58,7 @@ def shard(folder: Path) -> dict[str, str]:
 
 
 def write_index(folder: Path, weight_map: Any) -> None:
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def write_weights(folder: Path, header: Any, data: bytes = b"") -> None:
@@ -101,6 +99,23 @@ def test_causal_masks_of_old_checkpoints_pass(folder: Path) -> None:
     masks = {"model.layers.0.attn.bias": np.ones((1, 1, 4, 4), np.bool_)}
     save_file(WEIGHTS | masks, folder / "model.safetensors")
     assert check_source(folder).parameters == PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_heads", "head_dim"),
+    [
+        (CONFIG, 2, 2),
+        (CONFIG | {"head_dim": 128}, 2, 128),
+        (CONFIG | {"num_key_value_heads": None}, 4, 2),
+        ({"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50_257, "n_inner": None}, 12, 64),
+        (CONFIG | {"num_key_value_heads": None, "num_kv_heads": 4, "multi_query": True}, 1, 2),
+        (CONFIG | {"multi_query": True, "new_decoder_architecture": True}, 2, 2),
+        ({"num_layers": 4, "d_model": 64, "attention_heads": 4, "vocab_size": 99}, 4, 16),
+    ],
+)
+def test_sizes_under_every_spelling(config: dict[str, Any], kv_heads: int, head_dim: int) -> None:
+    sizes = model_sizes(config)
+    assert (sizes.kv_heads, sizes.head_dim) == (kv_heads, head_dim)
 
 
 def test_a_header_larger_than_the_first_read_passes(folder: Path) -> None:
@@ -257,6 +272,20 @@ def test_refuses_an_index_without_a_weight_map(folder: Path, weight_map: Any) ->
         check_source(folder)
 
 
+def test_refuses_an_index_of_too_many_files(folder: Path) -> None:
+    shard(folder)
+    write_index(folder, {f"t{number}": f"m{number}.safetensors" for number in range(501)})
+    with pytest.raises(SourceInvalid, match="501 tensors in 501 files; the limits are"):
+        check_source(folder)
+
+
+def test_refuses_headers_that_are_too_large_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard(folder)
+    monkeypatch.setattr("kvalign.source._HEADERS_LIMIT_BYTES", 200)
+    with pytest.raises(SourceInvalid, match="exceed 200 bytes together"):
+        check_source(folder)
+
+
 def test_refuses_a_shard_that_is_not_there(folder: Path) -> None:
     shard(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
@@ -308,9 +337,7 @@ def test_random_indexes_raise_only_our_errors(index: Any) -> None:
 @given(
     st.dictionaries(
         st.from_regex(r"[a-z_.]{1,12}", fullmatch=True),
-        st.tuples(
-            st.sampled_from([np.float16, np.float32, np.float64]), st.lists(st.integers(0, 5), max_size=3)
-        ),
+        st.tuples(st.sampled_from([np.float16, np.float32, np.float64]), st.lists(st.integers(0, 5), max_size=3)),
         max_size=6,
     )
 )
@@ -319,9 +346,7 @@ def test_every_file_that_safetensors_writes_is_read(tensors: dict[str, Any]) -> 
     raw = save(arrays)
     size = header_bytes(raw, "w.safetensors", len(raw))
     entries = parse_header(raw[8 : 8 + size], "w.safetensors", len(raw))
-    assert {entry.name: entry.shape for entry in entries} == {
-        name: array.shape for name, array in arrays.items()
-    }
+    assert {entry.name: entry.shape for entry in entries} == {name: array.shape for name, array in arrays.items()}
     assert sum(entry.elements for entry in entries) == sum(array.size for array in arrays.values())
 
 
