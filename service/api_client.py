@@ -3,7 +3,7 @@
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -41,12 +41,11 @@ class ApiClient:
     """One API as one account. Requests that may be repeated safely are, while the API is away for a moment."""
 
     def __init__(self, url: str, token: str) -> None:
-        loopback = urlsplit(url).hostname in {"127.0.0.1", "::1", "localhost"}
         self._http = httpx.Client(
             base_url=url.rstrip("/"),
             headers={"Authorization": f"Bearer {token}", "User-Agent": "kvalign"},
             timeout=_TIMEOUT,
-            trust_env=not loopback,  # a proxy for the world is none for this machine
+            trust_env=not is_loopback(url),  # a proxy for the world is none for this machine
         )
 
     def __enter__(self) -> "ApiClient":
@@ -78,29 +77,32 @@ class ApiClient:
 
         patience_s  how long the API may be away before ApiError is raised
         """
-        last, heard = 0, time.monotonic()
+        last, ended, away = 0, False, _Outage(patience_s)
         while True:
             try:
-                for event in self._stream(job_id, last):
-                    last, heard = event.id, time.monotonic()
+                for event in self._stream(job_id, last, away.over):
+                    last = event.id
                     yield event
-                if self.job(job_id)["state"] in FINAL_STATES:
+                if ended:
                     return
+                # A server that stops closes streams in good order too, so the end is read off the job. What
+                # happened before it may have been missed: one more look, which a server at leisure answers at once.
+                ended = self.job(job_id)["state"] in FINAL_STATES
             except ApiError as error:
-                if error.code not in _PASSING or time.monotonic() - heard > patience_s:
-                    raise
-                time.sleep(min(error.retry_after_s or 1.0, _LONGEST_WAIT_S))
+                away.endure(error)
 
-    def _stream(self, job_id: str, last: int) -> Iterator[Event]:
+    def _stream(self, job_id: str, last: int, on_open: Callable[[], None]) -> Iterator[Event]:
+        """One connection: the events after `last`, until the server ends it."""
         headers = {"Accept": "text/event-stream", **({"Last-Event-ID": str(last)} if last else {})}
         path = f"/v1/jobs/{_segment(job_id)}/events"
         timeout = httpx.Timeout(_STREAM_SILENCE_S, connect=10)
         with _as_api_errors(), self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
-            if response.status_code == 204:
-                return
             if response.is_error:
                 response.read()
                 raise _refusal(response)
+            on_open()
+            if response.status_code == 204:
+                return
             for message in EventSource(response).iter_sse():
                 if message.data:
                     yield Event(int(message.id), message.event, message.json())
@@ -120,6 +122,29 @@ class ApiClient:
                     raise
                 time.sleep(min(error.retry_after_s or 2.0 ** (tries - 1 - remaining), _LONGEST_WAIT_S))
         raise AssertionError("the last try returns or raises")
+
+
+def is_loopback(url: str) -> bool:
+    return urlsplit(url).hostname in {"127.0.0.1", "::1", "localhost"}
+
+
+class _Outage:
+    """How long the API has been away; bears it for patience_s."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._since: float | None = None
+
+    def over(self) -> None:
+        self._since = None
+
+    def endure(self, error: ApiError) -> None:
+        """Wait a little; raises the error when it will not pass, or has lasted too long."""
+        now = time.monotonic()
+        self._since = self._since if self._since is not None else now
+        if error.code not in _PASSING or now - self._since > self._patience_s:
+            raise error
+        time.sleep(min(error.retry_after_s or 1.0, _LONGEST_WAIT_S))
 
 
 _PASSING = frozenset({"unreachable", "hub_unavailable", "not_ready", "internal", "too_many_streams"})

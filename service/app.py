@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
-from anyio import to_thread
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
@@ -24,14 +23,17 @@ Every error is RFC 9457 problem+json with a `code` for programs and a `remedy` f
 
 
 def create_app(settings: ServiceSettings | None = None) -> FastAPI:
-    """The application; settings come from the environment unless given. Raises ConfigInvalid for bad ones."""
+    """The application, its database open and up to date; settings come from the environment unless given.
+
+    Raises ConfigInvalid for bad settings, SQLAlchemyError when the database does not answer.
+    """
     chosen = settings or ServiceSettings.load()
+    parts = wire(chosen)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.parts = await to_thread.run_sync(wire, chosen)
         yield
-        app.state.parts.close()
+        parts.close()
 
     app = FastAPI(
         title="kvalign",
@@ -47,6 +49,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
             Middleware(BodyLimit, limit_bytes=chosen.body_limit_bytes),
         ],
     )
+    app.state.parts = parts
     install_error_handlers(app)
     for room in (jobs, events, report, preflight, support, health):
         app.include_router(room.router)

@@ -3,8 +3,10 @@
 Exit status: 0 stopped when asked, 1 a part failed, 2 wrong usage or settings.
 """
 
+import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -48,6 +50,7 @@ def serve(data_dir: Path, host: str, port: int, hub_endpoint: str | None, redis_
 def api(host: str | None, port: int | None) -> None:
     """Run the HTTP API alone; its settings come from KVALIGN_* environment variables."""
     import uvicorn
+    from sqlalchemy.exc import SQLAlchemyError
 
     from service.app import create_app
     from service.logs import configure_logging
@@ -57,10 +60,17 @@ def api(host: str | None, port: int | None) -> None:
     given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     try:
         settings = ServiceSettings.load(**given)
-    except KvalignError as error:
+        app = create_app(settings)
+    except ConfigInvalid as error:
         _refuse(error)
+    except SQLAlchemyError as error:
+        click.echo(f"error: The database does not answer ({type(error).__name__}).", err=True)
+        click.echo("Check KVALIGN_DATABASE_URL.", err=True)
+        sys.exit(1)
+    # uvicorn raises the signal that stopped it once more, when all is closed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     uvicorn.run(
-        create_app(settings),
+        app,
         host=settings.host,
         port=settings.port,
         log_config=None,
@@ -74,7 +84,7 @@ def _announce(url: str) -> None:
     click.echo(f"kvalign serving on {url}")
 
 
-def _refuse(error: KvalignError) -> None:
+def _refuse(error: KvalignError) -> NoReturn:
     click.echo(f"error: {error.message}", err=True)
     if error.remedy:
         click.echo(error.remedy, err=True)

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from service.api_client import ApiClient, ApiError
-from service.follow import Bars, JsonLines, Lines, View, show_all
+from service.api_client import ApiClient, ApiError, is_loopback
+from service.follow import Bars, JsonLines, Lines, View, printable, show_all
 
 DEFAULT_API = "http://127.0.0.1:8400"
 _USAGE_CODES = {"config_invalid", "request_invalid"}
@@ -166,6 +166,8 @@ def _client(api: str, token: str | None) -> Iterator[ApiClient]:
         raise click.UsageError(f"--api is '{api}'; it begins with http:// or https://.")
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise click.UsageError("The token has characters that no Hub token has.")
+    if api.startswith("http://") and not is_loopback(api):
+        _say(f"warning: the token travels to {api} unencrypted; use https.", error=True)
     try:
         with ApiClient(api, token) as client:
             yield client
@@ -224,7 +226,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             config["target"]["repo"],
             job["created_at"][:19].replace("T", " "),
         )
-        table.add_row(*(Text(cell, overflow="fold") for cell in cells))
+        table.add_row(*(Text(printable(cell), overflow="fold") for cell in cells))
     return table
 
 
@@ -256,4 +258,4 @@ def _parse_labels(labels: tuple[str, ...]) -> dict[str, str]:
 
 def _say(text: str, *, error: bool = False) -> None:
     if text:
-        click.echo(text, err=error)
+        click.echo(printable(text), err=error)

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
+from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -119,6 +120,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.exception_handler(RequestValidationError)(_validation_error)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(UnicodeEncodeError)(_surrogate)
+    app.exception_handler(OperationalError)(_database_away)
 
 
 async def _kvalign_error(request: Request, error: KvalignError) -> Response:
@@ -182,3 +184,15 @@ async def _surrogate(request: Request, _error: UnicodeEncodeError) -> Response:
     code, remedy = _PLAIN[400]
     detail = "The request holds a lone surrogate, which is not Unicode text."
     return problem(request.state.request_id, 400, code, detail, remedy)
+
+
+async def _database_away(request: Request, error: OperationalError) -> Response:
+    log.error("the database does not answer", exc_info=error)
+    return problem(
+        request.state.request_id,
+        503,
+        "database_unavailable",
+        "The service cannot reach its database.",
+        "Try again later; what was accepted is kept.",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )

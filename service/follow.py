@@ -68,7 +68,7 @@ class Bars:
             self._progress.update(self._task(stage), completed=1, total=1, amount=event.data["status"])
             self._progress.stop_task(self._task(stage))
         elif line := plain_line(event):
-            self._progress.console.print(escape(line))
+            self._progress.console.print(escape(line), highlight=False)
 
     def _task(self, stage: str) -> TaskID:
         if stage not in self._tasks:
@@ -118,6 +118,19 @@ class JsonLines:
 
 def plain_line(event: Event) -> str:
     """The event in words; empty for what a person need not see."""
+    return printable(_in_words(event))
+
+
+def printable(text: str) -> str:
+    """The text without what could steer a terminal.
+
+    >>> printable("red: \x1b[31m, two\\nlines")
+    'red: ?[31m, two?lines'
+    """
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _in_words(event: Event) -> str:
     data = event.data
     if event.kind == "state":
         return f"{data['state']}{_reason(data)}"

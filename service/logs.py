@@ -27,7 +27,7 @@ def configure_logging(level: str = "INFO") -> None:
         logging.getLogger(name).propagate = True
     # The access line is ours (service.middleware): uvicorn's carries query strings.
     logging.getLogger("uvicorn.access").disabled = True
-    for name in ("httpx", "httpcore", "huggingface_hub", "alembic", "sse_starlette"):
+    for name in ("httpx", "httpx2", "httpcore", "huggingface_hub", "alembic", "sse_starlette"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

@@ -99,7 +99,7 @@ def _tend(keeper: Keeper, machine: Machine, stop: threading.Event, announce: Cal
 def _missing_parts(url: str) -> str:
     """What /readyz still misses; empty when it is ready."""
     try:
-        answer = httpx.get(f"{url}/readyz", timeout=10, trust_env=False)
+        answer = httpx.get(f"{url}/readyz", timeout=5, trust_env=False)
         return "" if answer.is_success else str(answer.json()["detail"])
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return "api"

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ log = logging.getLogger(__name__)
 BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 STEADY_S = 60.0  # one that ran this long is restarted at once, as if it had never failed
 _TICK_S = 0.2
+_STDERR = 2
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -86,7 +86,7 @@ class _Running:
             self._program.command,
             env=dict(self._program.environment),
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),  # what the programs say is log; stdout is the keeper's own
+            stdout=_STDERR,  # what the programs say is log; stdout is the keeper's own
             start_new_session=True,
             preexec_fn=lambda: _die_with(keeper),
         )

@@ -1,4 +1,4 @@
-"""What has to hold before a request becomes a job, and how the job is announced; must not know HTTP.
+"""What has to hold before a request becomes a job, and how workers hear of it; must not know HTTP.
 
 A bad request fails here, at once and with its code, instead of minutes later in a worker.
 """
@@ -27,13 +27,27 @@ def submit_job(
     check_config(config)
     # Disk and memory are the worker's to judge, which may be another machine.
     source, _ = preflight(wiring.hub(caller.token), config).passed()
-    return wiring.store.submit(
+    submission = wiring.store.submit(
         caller.tenant,
         config,
         source_commit=source.commit,
         token=caller.token,
         idempotency_key=idempotency_key,
     )
+    _note("job submitted" if submission.created else "job found for a repeated request", submission.job)
+    return submission
+
+
+def retry_job(wiring: ServiceParts, caller: Caller, job_id: str) -> Job:
+    """Queue an ended job again, to act with the token of this request. Raises JobNotRetryable, QuotaExceeded."""
+    job = wiring.store.retry(job_id, tenant=caller.tenant, token=caller.token)
+    _note("job queued again", job)
+    return job
+
+
+def announce(wiring: ServiceParts, job: Job) -> None:
+    """Wake a worker. When the broker is away the job waits in the store, and a worker's sweep finds it."""
+    enqueue(wiring.celery, job.id)
 
 
 def check_config(config: ConversionConfig) -> None:
@@ -56,7 +70,5 @@ def check_config(config: ConversionConfig) -> None:
             )
 
 
-def announce(wiring: ServiceParts, job: Job) -> None:
-    """Wake a worker. When the broker is away the job waits in the store, and a worker's sweep finds it."""
-    log.info("job %s is %s", job.id, job.state, extra={"job_id": job.id, "tenant": job.tenant})
-    enqueue(wiring.celery, job.id)
+def _note(what: str, job: Job) -> None:
+    log.info(what, extra={"job_id": job.id, "tenant": job.tenant})

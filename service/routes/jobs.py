@@ -8,7 +8,7 @@ from kvalign.config import ConversionConfig
 from service.auth import CurrentCaller
 from service.errors import PROBLEM_RESPONSES
 from service.eta import stage_eta_s
-from service.submission import announce, submit_job
+from service.submission import announce, retry_job, submit_job
 from service.views import JobPage, JobView, job_view
 from service.wiring import JobId, ServiceParts, Wiring
 from worker.jobs import Job, JobState
@@ -76,7 +76,7 @@ def cancel(job_id: JobId, caller: CurrentCaller, wiring: Wiring) -> JobView:
 @router.post("/{job_id}/retry", status_code=202, summary="Go on with a failed or canceled job")
 def retry(job_id: JobId, caller: CurrentCaller, wiring: Wiring, afterwards: BackgroundTasks) -> JobView:
     """Resumes after the last finished stage, with the token of this request."""
-    job = wiring.store.retry(job_id, tenant=caller.tenant, token=caller.token)
+    job = retry_job(wiring, caller, job_id)
     afterwards.add_task(announce, wiring, job)
     return _view(wiring, job)
 

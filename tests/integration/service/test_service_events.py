@@ -195,7 +195,7 @@ def test_a_stopping_server_closes_its_streams(tmp_path: Any, service_hub: Any, s
         api.process.terminate()
         with contextlib.suppress(httpx.TransportError):
             assert list(stream) == []
-        api.process.wait(10)
+        assert api.process.wait(10) == 0
         assert time.monotonic() - began < 8
     finally:
         stop_api(api)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import httpx
 import pytest
 from fastapi import FastAPI, Query
+from sqlalchemy import create_engine
 from starlette.middleware import Middleware
 
 from kvalign.config import ConversionConfig
@@ -37,6 +38,11 @@ def app() -> FastAPI:
     @application.get("/bug")
     def bug() -> None:
         raise ZeroDivisionError("a secret detail")
+
+    @application.get("/no-database")
+    def no_database() -> None:
+        with create_engine("sqlite:////nowhere/jobs.db").connect():
+            pass
 
     @application.get("/query")
     def query(limit: Annotated[int, Query(ge=1)]) -> int:
@@ -96,6 +102,13 @@ def test_a_bug_answers_500_without_its_details() -> None:
     check_problem(answer, 500, "internal")
     assert "secret" not in answer.text
     assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_database_that_is_away_is_not_a_bug() -> None:
+    answer = ask("GET", "/no-database")
+    check_problem(answer, 503, "database_unavailable")
+    assert int(answer.headers["retry-after"]) > 0
+    assert "nowhere" not in answer.text
 
 
 def test_unknown_paths_and_methods() -> None:

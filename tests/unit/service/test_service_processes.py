@@ -101,8 +101,8 @@ keeper = Keeper()
 keeper.start(Program("part", part, dict(os.environ)))
 keeper.tend(threading.Event(), 60.0)
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        part = psutil.Process(int(process.stdout.readline()))
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None  # where the keeper sends what its programs say
+        part = psutil.Process(int(process.stderr.readline()))
         process.kill()
     wait_for(lambda: not part.is_running() or part.status() == psutil.STATUS_ZOMBIE)
