@@ -13,6 +13,7 @@ from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import compile_path
 
 from kvalign.errors import KvalignError
 
@@ -174,8 +175,23 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     detail = str(error.detail)
     if detail == HTTPStatus(error.status_code).phrase:
         detail = f"{request.method} {request.url.path[:200]}: {detail}"
-    return problem(
-        request.state.request_id, error.status_code, code, detail.rstrip(".") + ".", remedy, headers=error.headers
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(_allowed_methods(request)) or headers.get("Allow", "")
+    return problem(request.state.request_id, error.status_code, code, detail.rstrip(".") + ".", remedy, headers=headers)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Of every route with this path: the router itself names those of the first alone."""
+    document = request.app.openapi()["paths"]
+    path = request.url.path
+    return sorted(
+        {
+            method.upper()
+            for template, methods in document.items()
+            if compile_path(template)[0].match(path)
+            for method in methods
+        }
     )
 
 

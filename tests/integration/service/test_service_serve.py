@@ -33,7 +33,10 @@ class Serving:
         return None
 
     def everything(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
 
     def ready(self) -> bool:
         try:
@@ -56,7 +59,7 @@ class Start:
         self.data_dir = folder / "data"
         self._log = folder / "serve.log"
         self._hub = hub
-        self._started: list[tuple[Serving, list[psutil.Process]]] = []
+        self._started: list[Serving] = []
 
     def __call__(self, *more: str) -> Serving:
         port = free_port()
@@ -71,9 +74,9 @@ class Start:
             )
         serving = Serving(process, f"http://127.0.0.1:{port}", self._log)
         threading.Thread(target=self._read, args=(serving,), daemon=True).start()
+        self._started.append(serving)
         wait_for(lambda: serving.lines or process.poll() is not None, 60)
         assert serving.lines == [f"kvalign serving on {serving.url}"], self._log.read_text()
-        self._started.append((serving, serving.everything()))
         return serving
 
     @staticmethod
@@ -83,7 +86,8 @@ class Start:
             serving.lines.extend(line.strip() for line in output)
 
     def end_all(self) -> None:
-        for serving, parts in self._started:
+        for serving in self._started:
+            parts = serving.everything()
             serving.process.kill()
             serving.process.wait()
             for part in parts:

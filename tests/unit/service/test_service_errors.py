@@ -48,6 +48,10 @@ def app() -> FastAPI:
     def query(limit: Annotated[int, Query(ge=1)]) -> int:
         return limit
 
+    @application.get("/config")
+    def get_config() -> str:
+        return "none"
+
     @application.post("/config")
     def config(body: ConversionConfig) -> str:
         return body.source.repo
@@ -115,7 +119,7 @@ def test_unknown_paths_and_methods() -> None:
     check_problem(ask("GET", "/nowhere"), 404, "not_found")
     answer = ask("DELETE", "/config")
     check_problem(answer, 405, "method_not_allowed")
-    assert answer.headers["allow"] == "POST"
+    assert answer.headers["allow"] == "GET, POST"
 
 
 def test_a_wrong_query_names_the_parameter() -> None:
