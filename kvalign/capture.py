@@ -80,7 +80,8 @@ def _check_loading(model: nn.Module, info: dict[str, Any]) -> None:
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise SourceInvalid(
-                f"The weight {name} holds values that are not finite.", "Publish weights without NaN or infinity."
+                f"The weight {name} holds values that are not finite.",
+                "Publish weights without NaN or infinity.",
             )
 
 
@@ -185,10 +186,8 @@ def token_matrix(cache: Any, kind: Kind, shape: CacheShape, row: int, tokens: sl
     """
     columns = []
     for (keys, values), rope in zip(layer_tensors(cache), shape.ropes, strict=True):
-        if kind == "keys":
-            x = rope.undo(keys[row, :, tokens], positions, keys.dtype)
-        else:
-            x = values[row, :, tokens].float()
+        unrotated = kind == "keys"
+        x = rope.undo(keys[row, :, tokens], positions, keys.dtype) if unrotated else values[row, :, tokens].float()
         columns.append(x.transpose(0, 1).flatten(1))
     return torch.cat(columns, dim=1)
 
@@ -235,13 +234,17 @@ def capture_with_gradients(model: Any, shape: CacheShape, tokens: Tensor, genera
     positions = torch.arange(tokens.numel())
     key_columns, value_columns = [], []
     for (keys, values), rope in zip(layer_tensors(cache), shape.ropes, strict=True):
-        assert keys.grad is not None and values.grad is not None
+        assert keys.grad is not None
+        assert values.grad is not None
         key_columns.append(rope.undo_gradient(keys.grad[0], positions, keys.dtype).transpose(0, 1).flatten(1))
         value_columns.append(values.grad[0].float().transpose(0, 1).flatten(1))
     with torch.no_grad():
         plain = _captured(cache, shape)
     return Captured(
-        plain.keys.detach(), plain.values.detach(), torch.cat(key_columns, dim=1), torch.cat(value_columns, dim=1)
+        plain.keys.detach(),
+        plain.values.detach(),
+        torch.cat(key_columns, dim=1),
+        torch.cat(value_columns, dim=1),
     )
 
 

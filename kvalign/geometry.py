@@ -55,9 +55,7 @@ class Geometry:
     @classmethod
     def from_json(cls, data: list[dict[str, Any]]) -> "Geometry":
         return cls(
-            tuple(
-                LayerGeometry(int(item["kv_heads"]), int(item["key_dim"]), int(item["value_dim"])) for item in data
-            )
+            tuple(LayerGeometry(int(item["kv_heads"]), int(item["key_dim"]), int(item["value_dim"])) for item in data)
         )
 
 

@@ -113,7 +113,13 @@ class Statistics:
     moments: dict[str, Moments] = field(default_factory=dict)
     sensitivity: dict[str, Tensor] = field(default_factory=dict)
     gradient_count: int = 0
+    gradient_sequences: int = 0
     sequences: int = 0
+
+    @property
+    def passes(self) -> int:
+        """Sequences summed so far, forward and backward."""
+        return self.sequences + self.gradient_sequences
 
     def update(self, features: dict[Kind, Tensor]) -> None:
         """Add one sequence; features [T, P] for each kind."""
@@ -135,6 +141,7 @@ class Statistics:
                 name = f"{kind}.{index}"
                 self.sensitivity[name] = self.sensitivity.get(name, 0) + outer
         self.gradient_count += gradients["keys"].shape[0]
+        self.gradient_sequences += 1
 
     def merge(self, other: "Statistics") -> None:
         """Add the sums of another part of the text, on the same geometry and groups."""
@@ -146,6 +153,7 @@ class Statistics:
         for name, outer in other.sensitivity.items():
             self.sensitivity[name] = self.sensitivity.get(name, 0) + outer
         self.gradient_count += other.gradient_count
+        self.gradient_sequences += other.gradient_sequences
         self.sequences += other.sequences
 
     def save(self, path: Path) -> None:
@@ -156,8 +164,8 @@ class Statistics:
             tensors[f"moments.{name}.total"] = moments.total
             tensors[f"moments.{name}.scatter"] = moments.scatter
             tensors[f"moments.{name}.count"] = torch.tensor(moments.count)
-        tensors["gradient_count"] = torch.tensor(self.gradient_count)
-        tensors["sequences"] = torch.tensor(self.sequences)
+        counts = [self.gradient_count, self.gradient_sequences, self.sequences]
+        tensors["counts"] = torch.tensor(counts)
         partial = path.with_suffix(".partial")
         save_file(tensors, partial)
         partial.replace(path)
@@ -167,17 +175,12 @@ class Statistics:
         tensors = load_file(path)
         statistics = cls(groups, geometry)
         for group in groups:
-            part = {
-                key: tensors[f"moments.{group.name}.{key}"] for key in ("shift", "total", "scatter", "count")
-            }
-            statistics.moments[group.name] = Moments(
-                int(part["count"]), part["shift"], part["total"], part["scatter"]
-            )
+            part = {key: tensors[f"moments.{group.name}.{key}"] for key in ("shift", "total", "scatter", "count")}
+            statistics.moments[group.name] = Moments(int(part["count"]), part["shift"], part["total"], part["scatter"])
         statistics.sensitivity = {
             name.removeprefix("sensitivity."): outer
             for name, outer in tensors.items()
             if name.startswith("sensitivity.")
         }
-        statistics.gradient_count = int(tensors["gradient_count"])
-        statistics.sequences = int(tensors["sequences"])
+        statistics.gradient_count, statistics.gradient_sequences, statistics.sequences = tensors["counts"].tolist()
         return statistics

@@ -62,14 +62,13 @@ def read_documents(path: Path) -> list[Document]:
     readable = [file for file in files if file.suffix in readers and file.is_file()]
     if not readable:
         raise DatasetInvalid(
-            f"{path.name} holds no text: no .txt, .jsonl or .parquet file.", "Name a dataset with a text column."
+            f"{path.name} holds no text: no .txt, .jsonl or .parquet file.",
+            "Name a dataset with a text column.",
         )
     documents = []
     for file in readable:
         if file.stat().st_size > _MAX_DATASET_BYTES:
-            raise DatasetInvalid(
-                f"{file.name} is larger than {_MAX_DATASET_BYTES:,} bytes.", "Give a smaller file."
-            )
+            raise DatasetInvalid(f"{file.name} is larger than {_MAX_DATASET_BYTES:,} bytes.", "Give a smaller file.")
         try:
             documents += readers[file.suffix](file)
         except (OSError, ValueError) as error:
@@ -89,7 +88,7 @@ def token_sequences(documents: list[Document], tokenizer: Any, *, tokens: int, l
     bos = _opening(tokenizer)
     body = length - len(bos)
     streams = [
-        [bos + part for part in _cut(_joined(members, tokenizer, random.Random(f"{seed}/{domain}")), body)]
+        [bos + part for part in _cut(_joined(members, tokenizer, _order(seed, domain)), body)]
         for domain, members in _by_domain(documents).items()
     ]
     chosen = [sequence for turn in _in_turn(streams) for sequence in turn][:wanted]
@@ -148,9 +147,11 @@ def _read_jsonl(file: Path) -> list[Document]:
 
 def _read_parquet(file: Path) -> list[Document]:
     try:
-        from pyarrow import parquet  # type: ignore[import-untyped]
+        from pyarrow import parquet
     except ImportError as error:
-        raise DatasetInvalid("Reading Parquet needs pyarrow.", "pip install pyarrow, or give .jsonl or .txt.") from error
+        raise DatasetInvalid(
+            "Reading Parquet needs pyarrow.", "pip install pyarrow, or give .jsonl or .txt."
+        ) from error
     table = parquet.ParquetFile(file)
     column = next((name for name in _TEXT_COLUMNS if name in table.schema_arrow.names), None)
     if column is None:
@@ -182,6 +183,10 @@ def _opening(tokenizer: Any) -> list[int]:
     """The tokens that the tokenizer itself puts before every text."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+
+
+def _order(seed: int, domain: str) -> random.Random:
+    return random.Random(f"{seed}/{domain}")  # noqa: S311  an order to repeat, not a secret
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:

@@ -1,0 +1,75 @@
+"""The only place that makes a rate. Its parts sum to the bytes on disk; knows sizes, not tensors."""
+
+from dataclasses import dataclass
+
+from kvalign.geometry import Geometry
+
+RAW_BYTES_PER_VALUE = 2  # bfloat16, whatever dtype the cache is held in
+
+
+@dataclass(frozen=True)
+class PayloadSizes:
+    """Bytes of one encoded cache by purpose; `total` is its length.
+
+    coded      entropy-coded blocks of body tokens, and blocks stored raw
+    verbatim   sink and recent tokens in 16 bit
+    side_info  header, positions, block table, token steps, checksums
+    """
+
+    coded: int
+    verbatim: int
+    side_info: int
+    body_tokens: int
+    verbatim_tokens: int
+
+    @property
+    def total(self) -> int:
+        return self.coded + self.verbatim + self.side_info
+
+
+def raw_bytes(geometry: Geometry, tokens: int) -> int:
+    """Bytes of a bfloat16 cache of so many tokens."""
+    return RAW_BYTES_PER_VALUE * geometry.values_per_token * tokens
+
+
+def coded_ratio(geometry: Geometry, sizes: PayloadSizes) -> float:
+    """bf16 bytes of the coded tokens / bytes they take, side information of the whole payload included."""
+    return raw_bytes(geometry, sizes.body_tokens) / max(1, sizes.coded + sizes.side_info)
+
+
+def cache_ratio(geometry: Geometry, sizes: PayloadSizes) -> float:
+    """bf16 bytes of the whole cache / bytes of its payload, verbatim tokens included."""
+    return raw_bytes(geometry, sizes.body_tokens + sizes.verbatim_tokens) / max(1, sizes.total)
+
+
+def projected_cache_ratio(
+    geometry: Geometry,
+    coded_ratio: float,
+    tokens: int,
+    verbatim_tokens: int,
+    artifact_share_bytes: float = 0.0,
+) -> float:
+    """Ratio of a whole cache of `tokens`, of which `verbatim_tokens` stay in 16 bit and the rest reach `coded_ratio`.
+
+    artifact_share_bytes  part of the codec's own bytes laid to this cache
+    """
+    verbatim = min(tokens, verbatim_tokens)
+    stored = raw_bytes(geometry, verbatim) + raw_bytes(geometry, tokens - verbatim) / coded_ratio
+    return raw_bytes(geometry, tokens) / (stored + artifact_share_bytes)
+
+
+def break_even_tokens(geometry: Geometry, artifact_bytes: int, coded_ratio: float) -> int:
+    """Cached tokens from which codec and payloads together are smaller than the bf16 cache."""
+    saved_per_token = raw_bytes(geometry, 1) * (1 - 1 / coded_ratio)
+    return int(artifact_bytes / saved_per_token) + 1
+
+
+def merged(sizes: list[PayloadSizes]) -> PayloadSizes:
+    """Sizes of several payloads together."""
+    return PayloadSizes(
+        coded=sum(item.coded for item in sizes),
+        verbatim=sum(item.verbatim for item in sizes),
+        side_info=sum(item.side_info for item in sizes),
+        body_tokens=sum(item.body_tokens for item in sizes),
+        verbatim_tokens=sum(item.verbatim_tokens for item in sizes),
+    )

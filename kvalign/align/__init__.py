@@ -1,0 +1,1 @@
+"""Directions that heads share: pairwise alignment, and the principal basis over all of them."""

@@ -1,0 +1,304 @@
+"""The codec folder: safetensors and JSON, pinned to the base model it was made for. No pickle anywhere.
+
+kvalign_config.json          what, for which model, how good; small enough to read by eye
+kvalign_codec.safetensors    means, directions (int8), head weights, scales, symbol tables, rotary frequencies
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from kvalign.align.basis import Basis
+from kvalign.capture import CacheShape
+from kvalign.codec import Codec, OperatingPoint, Transform
+from kvalign.container import CODEC_ID_BYTES
+from kvalign.entropy.classes import Tables
+from kvalign.errors import ArtifactInvalid
+from kvalign.geometry import Geometry
+from kvalign.rope import Pairing, Rope
+from kvalign.statistics import FeatureGroup
+
+SCHEMA_VERSION = 1
+CONFIG_NAME = "kvalign_config.json"
+TENSORS_NAME = "kvalign_codec.safetensors"
+_MAX_CONFIG_BYTES = 16 * 1024**2
+_CONVERT_AGAIN = "Pull the artifact again, or convert the model again."
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that an artifact belongs to.
+
+    weights  SHA-256 and size of each weight file, by name
+    """
+
+    repo: str
+    commit: str
+    model_type: str
+    config_sha256: str
+    weights: Mapping[str, tuple[str, int]]
+
+    @classmethod
+    def of(cls, folder: Path, *, repo: str, commit: str) -> "BaseModel":
+        """Read and hash a model folder; a second for each gigabyte of weights, about."""
+        config = (folder / "config.json").read_bytes()
+        files = sorted(folder.glob("*.safetensors"))
+        weights = {file.name: (sha256_of(file), file.stat().st_size) for file in files if file.name != TENSORS_NAME}
+        return cls(repo, commit, str(json.loads(config).get("model_type", "")), _sha256(config), weights)
+
+    def check(self, folder: Path) -> None:
+        """Raise ArtifactInvalid unless the folder holds this model: config by hash, weights by name and size."""
+        config = folder / "config.json"
+        if not config.is_file() or _sha256(config.read_bytes()) != self.config_sha256:
+            raise ArtifactInvalid(
+                f"config.json is not the one of {self.repo} at {self.commit[:12]} that this codec was made for.",
+                "Load the codec with its own base model, at the commit in kvalign_config.json.",
+            )
+        for name, (_, size) in self.weights.items():
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != size:
+                raise ArtifactInvalid(
+                    f"{name} is missing or has another size than the {size:,} bytes this codec was made for.",
+                    "Pull the base model again, at the commit in kvalign_config.json.",
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "weights": {k: {"sha256": v[0], "size": v[1]} for k, v in self.weights.items()}}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "BaseModel":
+        weights = {str(k): (str(v["sha256"]), int(v["size"])) for k, v in data["weights"].items()}
+        return cls(data["repo"], data["commit"], data["model_type"], data["config_sha256"], weights)
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """One group's basis as it is stored: truncated to what the operating range codes, directions in int8.
+
+    directions        [P, R] int8, times directions_scale [R] float32
+    weights           per layer, [H, D, D] float32: W of each head over the step scale of its kind
+    scales            [R] int16, falling: mean magnitude of each coefficient, sixteenths of an octave
+    """
+
+    group: FeatureGroup
+    mean: Tensor
+    weights: tuple[Tensor, ...]
+    directions: Tensor
+    directions_scale: Tensor
+    scales: NDArray[np.int16]
+
+    @classmethod
+    def of(cls, basis: Basis, scales: NDArray[np.int16], kept: Tensor) -> "StoredGroup":
+        """kept [R] int64: the columns of the basis to store, by falling scale; scales [R] int16 in that order."""
+        columns = basis.directions[:, kept]
+        scale = columns.abs().amax(0).clamp_min(1e-12) / 127
+        int8 = (columns / scale).round().to(torch.int8)
+        return cls(basis.group, basis.mean, basis.weights, int8, scale, scales)
+
+    def transform(self) -> Transform:
+        """What the codec multiplies by: 2 P R D flops."""
+        basis = Basis(
+            self.group,
+            self.mean,
+            self.weights,
+            self.directions.float() * self.directions_scale,
+            torch.zeros(self.directions.shape[1]),
+        )
+        return Transform(self.group, self.mean, basis.analysis(), basis.synthesis(), self.scales)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """Everything that is stored of a codec.
+
+    provenance  calibration recipe, tools: for people and for verify; the codec itself does not read it
+    """
+
+    base: BaseModel
+    shape: CacheShape
+    groups: tuple[StoredGroup, ...]
+    tables: Tables
+    sink_tokens: int
+    recent_tokens: int
+    recommended_step: int
+    curve: tuple[OperatingPoint, ...] = ()
+    provenance: Mapping[str, Any] | None = None
+
+    @cached_property
+    def tensor_bytes(self) -> bytes:
+        """Contents of kvalign_codec.safetensors; the same codec gives the same bytes."""
+        tensors: dict[str, Tensor] = {"tables": torch.from_numpy(self.tables.frequencies.astype(np.int16))}
+        for index, rope in enumerate(self.shape.ropes):
+            if rope.pairing != "none":
+                tensors[f"inv_freq.{index}"] = rope.inv_freq.clone()
+        for stored in self.groups:
+            name = stored.group.name
+            tensors[f"mean.{name}"] = stored.mean
+            tensors[f"directions.{name}"] = stored.directions.contiguous()
+            tensors[f"directions_scale.{name}"] = stored.directions_scale
+            tensors[f"scales.{name}"] = torch.from_numpy(stored.scales)
+            for offset, weight in enumerate(stored.weights):
+                tensors[f"weights.{stored.group.kind}.{stored.group.first_layer + offset}"] = weight.contiguous()
+        return save(tensors, metadata={"format": "kvalign", "schema_version": str(SCHEMA_VERSION)})
+
+    @property
+    def codec_id(self) -> bytes:
+        return hashlib.sha256(self.tensor_bytes).digest()[:CODEC_ID_BYTES]
+
+    def with_curve(self, curve: Sequence[OperatingPoint], recommended_step: int) -> "Artifact":
+        return replace(self, curve=tuple(curve), recommended_step=recommended_step)
+
+    def codec(self) -> Codec:
+        return Codec(
+            self.shape,
+            [stored.transform() for stored in self.groups],
+            self.tables,
+            sink_tokens=self.sink_tokens,
+            recent_tokens=self.recent_tokens,
+            recommended=self.recommended_step,
+            curve=self.curve,
+            codec_id=self.codec_id,
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write both files, each atomically."""
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / TENSORS_NAME, self.tensor_bytes)
+        _write(folder / CONFIG_NAME, (json.dumps(self._config(), indent=2) + "\n").encode())
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kvalign_version": metadata.version("kvalign"),
+            "codec_id": self.codec_id.hex(),
+            "base": self.base.to_json(),
+            "geometry": self.shape.geometry.to_json(),
+            "ropes": [{"pairing": rope.pairing, "scaling": rope.scaling} for rope in self.shape.ropes],
+            "groups": [{**asdict(stored.group), "rank": int(stored.directions.shape[1])} for stored in self.groups],
+            "sink_tokens": self.sink_tokens,
+            "recent_tokens": self.recent_tokens,
+            "recommended_step": self.recommended_step,
+            "operating_points": [asdict(point) for point in self.curve],
+            "provenance": dict(self.provenance or {}),
+        }
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """kvalign_config.json of a folder; raises ArtifactInvalid."""
+    file = folder / CONFIG_NAME
+    if not file.is_file():
+        raise ArtifactInvalid(f"{folder.name} holds no {CONFIG_NAME}.", "Name a model converted by kvalign.")
+    if file.stat().st_size > _MAX_CONFIG_BYTES:
+        raise ArtifactInvalid(f"{CONFIG_NAME} is larger than {_MAX_CONFIG_BYTES:,} bytes.", _CONVERT_AGAIN)
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ArtifactInvalid(f"{CONFIG_NAME} is not JSON: {str(error)[:200]}.", _CONVERT_AGAIN) from error
+    if not isinstance(config, dict) or config.get("schema_version") != SCHEMA_VERSION:
+        found = config.get("schema_version") if isinstance(config, dict) else None
+        raise ArtifactInvalid(
+            f"{CONFIG_NAME} has schema version {found!r}; this kvalign reads {SCHEMA_VERSION}.", "Update kvalign."
+        )
+    return config
+
+
+def load_artifact(folder: Path) -> Artifact:
+    """Read a codec folder and check that its parts fit each other. Raises ArtifactInvalid naming what does not."""
+    config = read_config(folder)
+    try:
+        data = (folder / TENSORS_NAME).read_bytes()
+        tensors = load(data)
+        artifact = _assembled(config, tensors)
+    except OSError as error:
+        raise ArtifactInvalid(f"{TENSORS_NAME} cannot be read.", _CONVERT_AGAIN) from error
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError, IndexError) as error:
+        raise ArtifactInvalid(f"The artifact's parts do not fit: {str(error)[:200]}.", _CONVERT_AGAIN) from error
+    if hashlib.sha256(data).digest()[:CODEC_ID_BYTES].hex() != config.get("codec_id"):
+        raise ArtifactInvalid(f"{TENSORS_NAME} does not match the codec_id in {CONFIG_NAME}.", _CONVERT_AGAIN)
+    # The id of the bytes as they were read, whatever order this version would write them in.
+    artifact.__dict__["tensor_bytes"] = data
+    return artifact
+
+
+def _assembled(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Artifact:
+    geometry = Geometry.from_json(config["geometry"])
+    ropes = tuple(_rope(item, tensors.get(f"inv_freq.{index}")) for index, item in enumerate(config["ropes"]))
+    if len(ropes) != len(geometry.layers):
+        raise ValueError("ropes and geometry differ in layers")
+    groups = tuple(_stored_group(item, tensors, geometry) for item in config["groups"])
+    if sum(stored.group.width for stored in groups) != geometry.values_per_token:
+        raise ValueError("the groups do not cover the geometry")
+    return Artifact(
+        base=BaseModel.from_json(config["base"]),
+        shape=CacheShape(geometry, ropes),
+        groups=groups,
+        tables=Tables(tensors["tables"].numpy().astype(np.uint16)),
+        sink_tokens=int(config["sink_tokens"]),
+        recent_tokens=int(config["recent_tokens"]),
+        recommended_step=int(config["recommended_step"]),
+        curve=tuple(OperatingPoint(**point) for point in config["operating_points"]),
+        provenance=config.get("provenance"),
+    )
+
+
+def _rope(item: Mapping[str, Any], inv_freq: Tensor | None) -> Rope:
+    pairing: Pairing = item["pairing"]
+    if pairing not in ("none", "half", "interleaved"):
+        raise ValueError(f"unknown rotary pairing {str(pairing)[:40]!r}")
+    if pairing == "none":
+        return Rope("none", torch.zeros(0))
+    if inv_freq is None:
+        raise ValueError("rotary frequencies are missing")
+    return Rope(pairing, inv_freq.float(), float(item["scaling"]))
+
+
+def _stored_group(item: Mapping[str, Any], tensors: Mapping[str, Tensor], geometry: Geometry) -> StoredGroup:
+    fields = {key: item[key] for key in ("kind", "first_layer", "end_layer", "start", "stop")}
+    group = FeatureGroup(**fields)
+    name, rank = group.name, int(item["rank"])
+    layers = geometry.layers[group.first_layer : group.end_layer]
+    weights = tuple(tensors[f"weights.{group.kind}.{group.first_layer + i}"].float() for i in range(len(layers)))
+    expected: list[tuple[Tensor, tuple[int, ...], torch.dtype]] = [
+        (tensors[f"mean.{name}"], (group.width,), torch.float32),
+        (tensors[f"directions.{name}"], (group.width, rank), torch.int8),
+        (tensors[f"directions_scale.{name}"], (rank,), torch.float32),
+        (tensors[f"scales.{name}"], (rank,), torch.int16),
+    ]
+    for layer, weight in zip(layers, weights, strict=True):
+        dim = layer.head_dim(group.kind)
+        expected.append((weight, (layer.kv_heads, dim, dim), torch.float32))
+    for tensor, shape, dtype in expected:
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise ValueError(f"a tensor of group {name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
+        if dtype == torch.float32 and not torch.isfinite(tensor).all():
+            raise ValueError(f"a tensor of group {name} is not finite")
+    mean, directions, scale, scales = (tensor for tensor, _, _ in expected[:4])
+    return StoredGroup(group, mean, weights, directions, scale, scales.numpy())
+
+
+def sha256_of(file: Path) -> str:
+    """SHA-256 of a file, read in pieces."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(data)
+    partial.replace(path)

@@ -1,0 +1,388 @@
+"""The only file that joins the at-rest stages: encode(cache) -> bytes, decode(bytes) -> cache.
+
+    cache -> unrotate keys -> [T, P] -> (x - mean) analysis -> [T, R] -> round(y / step) -> symbols
+          -> classes -> rANS blocks -> container                                  and back the same way
+
+Knows no calibration and no files: artifact.py reads and writes what a Codec holds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvalign import container
+from kvalign.accounting import PayloadSizes
+from kvalign.capture import CacheShape, layer_tensors, token_matrix
+from kvalign.entropy.classes import LOWEST, Tables
+from kvalign.entropy.rans import CLASS_LIMIT, BlockCoder
+from kvalign.errors import ConfigInvalid, PayloadInvalid
+from kvalign.geometry import KINDS, Kind, TokenSplit
+from kvalign.quantize import dequantize, quantize, step_size
+from kvalign.statistics import FeatureGroup
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BLOCK_TOKENS = 128
+_FLOAT16_SAFE = 60_000.0
+
+
+@dataclass(frozen=True)
+class Transform:
+    """The transform of one feature group; components by falling scale.
+
+    mean       [P] float32
+    analysis   [P, R] float32
+    synthesis  [R, P] float32, a left inverse up to the rank: x ~ y @ synthesis + mean
+    scales     [R] int16, mean magnitude of each component in sixteenths of an octave
+    """
+
+    group: FeatureGroup
+    mean: Tensor
+    analysis: Tensor
+    synthesis: Tensor
+    scales: NDArray[np.int16]
+
+    def classes(self, step: int) -> NDArray[np.int16]:
+        """Class of each component that is coded at a step: [r], r <= R, the widest components."""
+        classes = (self.scales.astype(np.int32) - step + 2) >> 2
+        return np.minimum(classes[classes >= LOWEST], CLASS_LIMIT).astype(np.int16)
+
+
+@dataclass(frozen=True)
+class OperatingPoint:
+    """What one step was measured to give on held-out text (protocol R)."""
+
+    step: int
+    ratio: float
+    kl_mean: float
+    kl_p99: float
+    top1: float
+
+
+class Codec:
+    """Turns the KV cache of one model into few bytes, and back.
+
+    shape        geometry and rotary positions of the model's cache
+    transforms   one for each feature group, keys then values
+    tables       symbol tables of all classes
+    curve        operating points by rising step; may be empty while a codec is being fitted
+    recommended  the step that encode takes when nothing is asked for
+    codec_id     16 bytes; payloads name it, and no other codec reads them
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        transforms: Sequence[Transform],
+        tables: Tables,
+        *,
+        sink_tokens: int,
+        recent_tokens: int,
+        recommended: int,
+        curve: Sequence[OperatingPoint] = (),
+        codec_id: bytes = bytes(container.CODEC_ID_BYTES),
+    ) -> None:
+        self.shape = shape
+        self.transforms = tuple(transforms)
+        self.tables = tables
+        self.sink_tokens = sink_tokens
+        self.recent_tokens = recent_tokens
+        self.recommended = recommended
+        self.curve = tuple(sorted(curve, key=lambda point: point.step))
+        self.codec_id = codec_id
+
+    def encode(
+        self,
+        cache: Any,
+        *,
+        max_kl: float | None = None,
+        ratio: float | None = None,
+        step: int | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> bytes:
+        """The cache as bytes.
+
+        cache           a transformers Cache whose layers hold [B, H, T, D]; float32, float16 or bfloat16
+        max_kl, ratio   take the step that the stored curve gives for this mean KL in nats, or coded-token ratio
+        step            take this step (sixteenths of an octave); with none of the three, the recommended one
+        attention_mask  [B, T], zeros for left padding; default: no padding
+
+        Raises ConfigInvalid for a target outside the measured range, or padding that is not on the left;
+        SourceUnsupported for a cache that is not this model's.
+        """
+        payload = self._payload(cache, self._step(max_kl, ratio, step), attention_mask)
+        return container.pack(payload)
+
+    def decode(self, data: bytes, model: Any = None) -> DynamicCache:
+        """The cache, in the dtype it was encoded from, ready to go on generating; padding holds zeros.
+
+        model   takes its device; default CPU
+        Raises PayloadInvalid when the bytes are damaged or come from another codec.
+        """
+        payload = self._parsed(data)
+        cache = DynamicCache()
+        rows = [self._decode_row(payload, row) for row in payload.rows]
+        device = getattr(model, "device", "cpu")
+        for layer in range(len(self.shape.geometry.layers)):
+            keys = torch.stack([row["keys"][layer] for row in rows])
+            values = torch.stack([row["values"][layer] for row in rows])
+            cache.update(keys.to(device), values.to(device), layer)
+        return cache
+
+    def cache(self, model: Any) -> DynamicCache:
+        """An empty cache for this model."""
+        return DynamicCache(config=model.config)
+
+    def sizes(self, data: bytes) -> PayloadSizes:
+        """Where the bytes of a payload went."""
+        payload = self._parsed(data)
+        held = sum(payload.tokens - row.padding for row in payload.rows)
+        splits = [
+            TokenSplit.of(payload.tokens - row.padding, payload.sink_tokens, payload.recent_tokens)
+            for row in payload.rows
+        ]
+        body = sum(split.body for split in splits)
+        return PayloadSizes(
+            coded=sum(len(block.data) for row in payload.rows for block in row.blocks),
+            verbatim=sum(len(row.verbatim) for row in payload.rows),
+            side_info=payload.table_bytes,
+            body_tokens=body,
+            verbatim_tokens=held - body,
+        )
+
+    def _step(self, max_kl: float | None, ratio: float | None, step: int | None) -> int:
+        if sum(choice is not None for choice in (max_kl, ratio, step)) > 1:
+            raise ConfigInvalid("More than one of max_kl, ratio and step was given.", "Give at most one.")
+        if step is not None:
+            return step
+        if max_kl is not None:
+            return self._from_curve("kl_mean", max_kl, math.floor)
+        if ratio is not None:
+            return self._from_curve("ratio", ratio, math.ceil)
+        return self.recommended
+
+    def _from_curve(self, name: str, wanted: float, rounding: Any) -> int:
+        """Step at which the curve reaches a value, by straight lines over its logarithm."""
+        known = [getattr(point, name) for point in self.curve]
+        if not known or not min(known) <= wanted <= max(known):
+            span = f"{min(known):.4g} to {max(known):.4g}" if known else "no point"
+            raise ConfigInvalid(
+                f"{name} {wanted:.4g} is outside what this codec was measured for ({span}).",
+                "Ask within that range, or convert the model again with this target.",
+            )
+        logs = np.maximum.accumulate(np.log([max(value, 1e-12) for value in known]))
+        at = float(np.interp(math.log(wanted), logs, [point.step for point in self.curve]))
+        return int(rounding(round(at, 6)))
+
+    # ---- encoding
+
+    def _payload(self, cache: Any, step: int, attention_mask: Tensor | None) -> container.Payload:
+        tensors = layer_tensors(cache)
+        self._check_cache(tensors)
+        first = tensors[0][0]
+        verbatim_dtype = self._verbatim_dtype(tensors)
+        rows = [
+            self._encode_row(cache, row, padding, step, verbatim_dtype)
+            for row, padding in enumerate(_left_padding(attention_mask, first.shape[0], first.shape[2]))
+        ]
+        return container.Payload(
+            codec_id=self.codec_id,
+            dtype_code=DTYPES.index(first.dtype),
+            verbatim_dtype_code=DTYPES.index(verbatim_dtype),
+            step=step,
+            block_tokens=BLOCK_TOKENS,
+            tokens=first.shape[2],
+            sink_tokens=self.sink_tokens,
+            recent_tokens=self.recent_tokens,
+            rows=tuple(rows),
+        )
+
+    def _encode_row(self, cache: Any, row: int, padding: int, step: int, verbatim_dtype: torch.dtype) -> container.Row:
+        tensors = layer_tensors(cache)
+        tokens = tensors[0][0].shape[2]
+        split = TokenSplit.of(tokens - padding, self.sink_tokens, self.recent_tokens)
+        body = slice(padding + split.sink, padding + split.sink + split.body)
+        verbatim = [range(padding, body.start), range(body.stop, tokens)]
+        kept = [token for part in verbatim for token in part]
+        symbols, classes = self._symbols(cache, row, body, padding, step)
+        blocks = []
+        for start in range(0, split.body, BLOCK_TOKENS):
+            part = slice(start, min(start + BLOCK_TOKENS, split.body))
+            data = self._coder.encode(symbols[part], np.broadcast_to(classes, symbols[part].shape))
+            raw_size = 2 * self.shape.geometry.values_per_token * (part.stop - part.start)
+            if len(data) < raw_size:
+                blocks.append(container.Block(data))
+            else:
+                inside = list(range(body.start + part.start, body.start + part.stop))
+                blocks.append(container.Block(_raw(tensors, row, inside, verbatim_dtype), raw=True))
+        return container.Row(padding, 0, _raw(tensors, row, kept, verbatim_dtype), tuple(blocks))
+
+    def _symbols(
+        self, cache: Any, row: int, body: slice, padding: int, step: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
+        """Symbols [T, r] of the body tokens over all groups side by side, and the class of each column [r]."""
+        positions = torch.arange(body.start, body.stop) - padding
+        size = torch.full((len(positions), 1), step_size(step))
+        matrices = {kind: token_matrix(cache, kind, self.shape, row, body, positions).cpu() for kind in KINDS}
+        symbols, classes = [], []
+        for transform in self.transforms:
+            coded = transform.classes(step)
+            x = matrices[transform.group.kind][:, transform.group.start : transform.group.stop]
+            y = (x - transform.mean) @ transform.analysis[:, : coded.size]
+            symbols.append(quantize(y, size))
+            classes.append(coded)
+        return torch.cat(symbols, dim=1).numpy(), np.concatenate(classes)
+
+    def _verbatim_dtype(self, tensors: list[tuple[Tensor, Tensor]]) -> torch.dtype:
+        """16-bit type of verbatim tokens: the cache's own, or for float32 the finest that holds its range."""
+        dtype = tensors[0][0].dtype
+        if dtype != torch.float32:
+            return dtype
+        peak = max(float(x.abs().max()) for pair in tensors for x in pair)
+        return torch.float16 if peak < _FLOAT16_SAFE else torch.bfloat16
+
+    def _check_cache(self, tensors: list[tuple[Tensor, Tensor]]) -> None:
+        wanted = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in self.shape.geometry.layers]
+        found = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in tensors]
+        if found != wanted:
+            raise ConfigInvalid(
+                f"The cache has {len(found)} layers of (KV heads, key width, value width) {found[0]};"
+                f" this codec was made for {len(wanted)} of {wanted[0]}.",
+                "Use the codec of the model that made the cache.",
+            )
+        if tensors[0][0].dtype not in DTYPES:
+            raise ConfigInvalid(f"The cache is {tensors[0][0].dtype}.", "float32, float16 and bfloat16 are coded.")
+        if any(not torch.isfinite(x).all() for pair in tensors for x in pair):
+            raise ConfigInvalid("The cache holds values that are not finite.", "Check what the model was given.")
+
+    # ---- decoding
+
+    def _parsed(self, data: bytes) -> container.Payload:
+        payload = container.unpack(data, values_per_token=self.shape.geometry.values_per_token)
+        if payload.codec_id != self.codec_id:
+            raise PayloadInvalid(
+                f"The payload was made by codec {payload.codec_id.hex()}; this is {self.codec_id.hex()}.",
+                "Load the artifact revision that the payload was made with.",
+            )
+        if payload.dtype_code >= len(DTYPES) or not 1 <= payload.verbatim_dtype_code < len(DTYPES):
+            raise PayloadInvalid("The payload names an unknown dtype.", "Update kvalign.")
+        return payload
+
+    def _decode_row(self, payload: container.Payload, row: container.Row) -> dict[Kind, list[Tensor]]:
+        """Keys and values of each layer, [H, T, D] in the cache's dtype."""
+        held = payload.tokens - row.padding
+        split = TokenSplit.of(held, payload.sink_tokens, payload.recent_tokens)
+        dtype = DTYPES[payload.dtype_code]
+        verbatim_dtype = DTYPES[payload.verbatim_dtype_code]
+        kept = self._from_raw(row.verbatim, split.verbatim, verbatim_dtype)
+        body = self._decode_body(payload, row, split, verbatim_dtype)
+        result: dict[Kind, list[Tensor]] = {}
+        for kind in KINDS:
+            result[kind] = []
+            for verbatim, coded in zip(kept[kind], body[kind], strict=True):
+                padding = torch.zeros(coded.shape[0], row.padding, coded.shape[2])
+                parts = [padding, verbatim[:, : split.sink], coded, verbatim[:, split.sink :]]
+                result[kind].append(torch.cat(parts, dim=1).to(dtype))
+        return result
+
+    def _decode_body(
+        self, payload: container.Payload, row: container.Row, split: TokenSplit, verbatim_dtype: torch.dtype
+    ) -> dict[Kind, list[Tensor]]:
+        """Body tokens as float32 keys (rotated) and values of each layer, [H, T, D]."""
+        classes = np.concatenate([transform.classes(payload.step) for transform in self.transforms])
+        symbols = np.zeros((split.body, classes.size), dtype=np.int32)
+        spans = [
+            range(start, min(start + payload.block_tokens, split.body))
+            for start in range(0, split.body, payload.block_tokens)
+        ]
+        for span, block in zip(spans, row.blocks, strict=True):
+            if not block.raw:
+                shape = (len(span), classes.size)
+                symbols[span.start : span.stop] = self._coder.decode(block.data, np.broadcast_to(classes, shape))
+        coded = self._synthesise(symbols, payload.step, row.position + split.sink, DTYPES[payload.dtype_code])
+        for span, block in zip(spans, row.blocks, strict=True):
+            if block.raw:
+                plain = self._from_raw(block.data, len(span), verbatim_dtype)
+                for kind in KINDS:
+                    for target, source in zip(coded[kind], plain[kind], strict=True):
+                        target[:, span.start : span.stop] = source
+        return coded
+
+    def _synthesise(
+        self, symbols: NDArray[np.int32], step: int, first_position: int, dtype: torch.dtype
+    ) -> dict[Kind, list[Tensor]]:
+        tokens = symbols.shape[0]
+        size = torch.full((tokens, 1), step_size(step))
+        positions = torch.arange(tokens) + first_position
+        result: dict[Kind, list[Tensor]] = {kind: [] for kind in KINDS}
+        column = 0
+        for transform in self.transforms:
+            coded = transform.classes(step).size
+            y = dequantize(torch.from_numpy(symbols[:, column : column + coded]), size)
+            column += coded
+            x = torch.addmm(transform.mean, y, transform.synthesis[:coded])
+            start = 0
+            for index in range(transform.group.first_layer, transform.group.end_layer):
+                layer = self.shape.geometry.layers[index]
+                width = layer.width(transform.group.kind)
+                heads = x[:, start : start + width].unflatten(1, (layer.kv_heads, -1)).transpose(0, 1)
+                start += width
+                if transform.group.kind == "keys":
+                    heads = self.shape.ropes[index].redo(heads, positions, dtype)
+                result[transform.group.kind].append(heads.contiguous())
+        return result
+
+    def _from_raw(self, data: bytes, tokens: int, dtype: torch.dtype) -> dict[Kind, list[Tensor]]:
+        """Inverse of _raw: float32 [H, T, D] of each layer."""
+        if len(data) != 2 * self.shape.geometry.values_per_token * tokens:
+            raise PayloadInvalid("A raw block of the payload has the wrong length.", "Fetch the payload again.")
+        numbers = torch.frombuffer(bytearray(data), dtype=torch.int16).view(dtype) if data else torch.zeros(0)
+        result: dict[Kind, list[Tensor]] = {kind: [] for kind in KINDS}
+        at = 0
+        for layer in self.shape.geometry.layers:
+            for kind in KINDS:
+                count = tokens * layer.width(kind)
+                part = numbers[at : at + count].view(layer.kv_heads, tokens, layer.head_dim(kind))
+                at += count
+                result[kind].append(part.float())
+        return result
+
+    @cached_property
+    def _coder(self) -> BlockCoder:
+        return BlockCoder(self.tables)
+
+
+def _raw(tensors: list[tuple[Tensor, Tensor]], row: int, tokens: list[int], dtype: torch.dtype) -> bytes:
+    """Tokens of one row in 16 bit: layer by layer, keys then values, each [H, T, D]."""
+    if not tokens:
+        return b""
+    picked = torch.tensor(tokens)
+    parts = [
+        x[row].index_select(1, picked.to(x.device)).to(dtype).cpu().contiguous().view(torch.int16).numpy().tobytes()
+        for pair in tensors
+        for x in pair
+    ]
+    return b"".join(parts)
+
+
+def _left_padding(attention_mask: Tensor | None, rows: int, tokens: int) -> list[int]:
+    """Padded positions before each row's first token."""
+    if attention_mask is None:
+        return [0] * rows
+    if tuple(attention_mask.shape) != (rows, tokens):
+        raise ConfigInvalid(
+            f"attention_mask is {tuple(attention_mask.shape)}; the cache holds {(rows, tokens)}.",
+            "Give one mask entry for each cached token.",
+        )
+    held = attention_mask.bool().cpu()
+    padding = [int(tokens - row.sum()) for row in held]
+    if any(not row[count:].all() for row, count in zip(held, padding, strict=True)):
+        raise ConfigInvalid("attention_mask is not left padding.", "Pad on the left: zeros first, then ones.")
+    return padding

@@ -1,0 +1,192 @@
+"""The byte format of an encoded cache (docs/format.md is normative). Parses hostile input safely; no tensor maths.
+
+header | row table | block table | checksum of all before | verbatim of each row | blocks
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvalign.errors import PayloadInvalid
+
+MAGIC = b"KVAL"
+VERSION = 1
+CODEC_ID_BYTES = 16
+
+_HEADER = struct.Struct("<4sHBBhHIIII16s")
+_ROW = struct.Struct("<IIQI")
+_BLOCK = struct.Struct("<II")
+_CHECKSUM = struct.Struct("<I")
+_RAW_FLAG = 1 << 31
+_MAX_ROWS = 1 << 16
+_MAX_TOKENS = 1 << 26
+_FETCH_AGAIN = "Fetch the payload again, or encode the cache again."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of the batch.
+
+    padding   left-padded positions that hold nothing
+    position  rotary position of the first token that is not padding
+    verbatim  sink and recent tokens, 16 bits a number
+    blocks    body tokens in blocks that decode alone
+    """
+
+    padding: int
+    position: int
+    verbatim: bytes
+    blocks: tuple["Block", ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Coded body tokens; raw when coding would not have made them smaller."""
+
+    data: bytes
+    raw: bool = False
+
+
+@dataclass(frozen=True)
+class Payload:
+    """An encoded cache, parsed.
+
+    dtype_code           of the cache: see codec.DTYPES
+    verbatim_dtype_code  of verbatim tokens and raw blocks
+    step                 sixteenths of an octave
+    block_tokens         body tokens a block; the last of a row may hold fewer
+    tokens               T, padding included; the same for every row
+    """
+
+    codec_id: bytes
+    dtype_code: int
+    verbatim_dtype_code: int
+    step: int
+    block_tokens: int
+    tokens: int
+    sink_tokens: int
+    recent_tokens: int
+    rows: tuple[Row, ...]
+
+    @property
+    def table_bytes(self) -> int:
+        """Everything that is neither block nor verbatim."""
+        blocks = sum(len(row.blocks) for row in self.rows)
+        return _HEADER.size + len(self.rows) * _ROW.size + blocks * _BLOCK.size + _CHECKSUM.size
+
+
+def pack(payload: Payload) -> bytes:
+    """The payload's bytes."""
+    blocks = [block for row in payload.rows for block in row.blocks]
+    head = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        payload.dtype_code,
+        payload.verbatim_dtype_code,
+        payload.step,
+        payload.block_tokens,
+        payload.tokens,
+        payload.sink_tokens,
+        payload.recent_tokens,
+        len(payload.rows),
+        payload.codec_id,
+    )
+    rows = b"".join(
+        _ROW.pack(row.padding, len(row.blocks), row.position, zlib.crc32(row.verbatim)) for row in payload.rows
+    )
+    lengths = b"".join(
+        _BLOCK.pack(len(block.data) | (_RAW_FLAG if block.raw else 0), zlib.crc32(block.data)) for block in blocks
+    )
+    table = head + rows + lengths
+    verbatim = b"".join(row.verbatim for row in payload.rows)
+    data = b"".join(block.data for block in blocks)
+    return table + _CHECKSUM.pack(zlib.crc32(table)) + verbatim + data
+
+
+def unpack(data: bytes, *, values_per_token: int) -> Payload:
+    """Parse and check every byte; no length is trusted before it is checked. Raises PayloadInvalid.
+
+    values_per_token  numbers a token leaves in the cache: verbatim tokens take two bytes each
+    """
+    reader = _Reader(data)
+    fields = _HEADER.unpack(reader.take(_HEADER.size))
+    magic, version, dtype, verbatim_dtype, step, block_tokens, tokens, sink, recent, row_count, codec_id = fields
+    if magic != MAGIC:
+        raise PayloadInvalid("These bytes are not an encoded KV cache.", "Give bytes made by Codec.encode.")
+    if version != VERSION:
+        raise PayloadInvalid(
+            f"The payload has format version {version}; this kvalign reads version {VERSION}.",
+            "Update kvalign.",
+        )
+    if row_count > _MAX_ROWS or tokens > _MAX_TOKENS or not block_tokens >= 1:
+        raise PayloadInvalid("The payload's header is out of bounds.", _FETCH_AGAIN)
+    row_fields = list(_ROW.iter_unpack(reader.take(row_count * _ROW.size)))
+    block_count = sum(blocks for _, blocks, _, _ in row_fields)
+    block_fields = list(_BLOCK.iter_unpack(reader.take(block_count * _BLOCK.size)))
+    table = data[: reader.at]
+    (checksum,) = _CHECKSUM.unpack(reader.take(_CHECKSUM.size))
+    if checksum != zlib.crc32(table):
+        raise PayloadInvalid("The payload's header does not match its checksum.", _FETCH_AGAIN)
+    shape = _TokenShape(tokens, sink, recent, block_tokens)
+    verbatim = [
+        reader.checked(2 * values_per_token * shape.verbatim(padding, blocks), crc)
+        for padding, blocks, _, crc in row_fields
+    ]
+    coded = (Block(reader.checked(size & ~_RAW_FLAG, crc), bool(size & _RAW_FLAG)) for size, crc in block_fields)
+    rows = tuple(
+        Row(padding, position, kept, tuple(_first(coded, blocks)))
+        for (padding, blocks, position, _), kept in zip(row_fields, verbatim, strict=True)
+    )
+    reader.finish()
+    return Payload(codec_id, dtype, verbatim_dtype, step, block_tokens, tokens, sink, recent, rows)
+
+
+@dataclass(frozen=True)
+class _TokenShape:
+    tokens: int
+    sink_tokens: int
+    recent_tokens: int
+    block_tokens: int
+
+    def verbatim(self, padding: int, blocks: int) -> int:
+        """Verbatim tokens of a row; raises when its block count does not fit its tokens."""
+        held = self.tokens - padding
+        if held < 0:
+            raise PayloadInvalid("A row of the payload has more padding than tokens.", _FETCH_AGAIN)
+        kept = min(held, self.sink_tokens + self.recent_tokens)
+        if blocks != -(-(held - kept) // self.block_tokens):
+            raise PayloadInvalid(
+                "A row of the payload has another number of blocks than its tokens need.", _FETCH_AGAIN
+            )
+        return kept
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.at = 0
+
+    def take(self, size: int) -> bytes:
+        if size > len(self._data) - self.at:
+            raise PayloadInvalid(
+                f"The payload is cut short: {len(self._data):,} bytes, at least {self.at + size:,} expected.",
+                _FETCH_AGAIN,
+            )
+        part = self._data[self.at : self.at + size]
+        self.at += size
+        return part
+
+    def checked(self, size: int, crc: int) -> bytes:
+        part = self.take(size)
+        if zlib.crc32(part) != crc:
+            raise PayloadInvalid(f"The payload is damaged before byte {self.at:,}.", _FETCH_AGAIN)
+        return part
+
+    def finish(self) -> None:
+        if self.at != len(self._data):
+            raise PayloadInvalid(f"The payload has {len(self._data) - self.at:,} bytes too many.", _FETCH_AGAIN)
+
+
+def _first(items: Iterator[Block], count: int) -> list[Block]:
+    return [next(items) for _ in range(count)]

@@ -1,0 +1,387 @@
+"""convert(source_dir, out_dir, config): a model folder in, a codec folder with its report out. No queue, no Hub.
+
+    calibrate   stream keys, values and gradients of calibration text into sums
+    align       weighted principal basis over all layers and heads, and how alike the heads are
+    fit         component scales, symbol tables and a first guess of the step, on calibration text kept aside
+    validate    search the step on held-out text, measure it by protocol R
+    report      judge the gate; write report.json, the card and the artifact
+
+Each stage leaves its output in work_dir under a hash of its inputs: calling convert again goes on after the last
+finished one, and calibration after its last checkpoint.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvalign import calibrate, fit
+from kvalign.align.basis import Basis, fit_basis, head_weights, load_bases, save_bases
+from kvalign.align.procrustes import HeadAlignment, head_alignment
+from kvalign.artifact import Artifact, BaseModel, StoredGroup, load_artifact
+from kvalign.capture import CacheShape, capture, load_model, load_tokenizer, measure_shape
+from kvalign.codec import Codec
+from kvalign.config import ConversionConfig
+from kvalign.entropy.classes import SIXTEENTHS
+from kvalign.errors import DatasetInvalid, QualityGate
+from kvalign.evaluate.protocol import PreparedWindow, prepare
+from kvalign.evaluate.search import Measurement, Target, measure, search_step
+from kvalign.evaluate.validation import Validation
+from kvalign.geometry import Kind
+from kvalign.report import card
+from kvalign.report.build import build_report
+from kvalign.source import check_source
+from kvalign.stages import StageProgress, Stages
+from kvalign.statistics import Statistics, feature_groups
+from kvalign.text import (
+    Document,
+    Window,
+    builtin_documents,
+    evaluation_windows,
+    fingerprint,
+    read_documents,
+    token_sequences,
+)
+
+STAGES = ("calibrate", "align", "fit", "validate", "report")
+
+_STATISTICS_NAME = "statistics.safetensors"
+_BASES_NAME = "bases.safetensors"
+_HEADS_NAME = "heads.json"
+_MAX_LISTED_DOCUMENTS = 1000
+_KEPT_ASIDE = 8  # one calibration sequence in eight is left to fit
+_TUNING_WINDOWS = 3
+_WINDOW_TOKENS = 1024
+_START_RATIO = 20.0
+# The stored basis serves steps down to one octave below the recommended one, and the curve is measured around it.
+_FINER = SIXTEENTHS
+_CURVE_OFFSETS = (-12, -6, 6, 12)
+_STEP_RANGE_RATIOS = (2.0, 128.0)
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What convert made.
+
+    report         as written to report.json
+    stage_seconds  of the run that finished each stage
+    """
+
+    artifact_dir: Path
+    report: dict[str, Any]
+    stage_seconds: dict[str, float]
+
+
+def convert(
+    source_dir: Path,
+    out_dir: Path,
+    config: ConversionConfig,
+    *,
+    work_dir: Path,
+    source_commit: str = "",
+    calibration_path: Path | None = None,
+    validation_path: Path | None = None,
+    on_progress: Callable[[StageProgress], None] = lambda progress: None,
+) -> ConversionResult:
+    """Convert the model in source_dir and write the codec folder to out_dir.
+
+    work_dir                            takes finished stages: about 8 P^2 bytes for P features of keys
+    calibration_path, validation_path   text files or folders; None takes the text that comes with kvalign
+    on_progress                         called after each pass over text; what it raises stops the work
+
+    Raises kvalign.errors: SourceError for a model that cannot be converted, DatasetInvalid, ConfigInvalid for a
+    target that cannot be reached, and QualityGate after writing report.json and README.md to out_dir.
+    Cost: a forward pass over the calibration text, a backward pass over a quarter of it, an eigendecomposition for
+    each feature group, and about eight passes over the validation text.
+    """
+    check_source(source_dir)
+    work_dir.mkdir(parents=True, exist_ok=True)
+    conversion = _Conversion(source_dir, config, calibration_path, validation_path)
+    stages = Stages(work_dir, on_progress, conversion.root_inputs(source_commit))
+    finished, report = conversion.run(stages, BaseModel.of(source_dir, repo=config.source.repo, commit=source_commit))
+    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (out_dir / "README.md").write_text(card.render(report), encoding="utf-8")
+    if not report["gate"]["passed"]:
+        raise QualityGate(
+            "The converted model failed its quality gate: " + "; ".join(report["gate"]["failures"]) + ".",
+            "Ask for a lower max_kl or ratio, calibrate on text nearer to the use, or widen validation.gate.",
+        )
+    finished.save(out_dir)
+    return ConversionResult(out_dir, report, dict(stages.seconds))
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Output of the align stage: a basis for each feature group, and how alike the heads are."""
+
+    bases: list[Basis]
+    heads: dict[Kind, HeadAlignment]
+
+    @classmethod
+    def load(cls, folder: Path) -> "Aligned":
+        heads = json.loads((folder / _HEADS_NAME).read_text())
+        return cls(load_bases(folder / _BASES_NAME), {kind: HeadAlignment(**item) for kind, item in heads.items()})
+
+
+class _Conversion:
+    """The stages of one conversion. The model and the texts are read when the first stage needs them."""
+
+    def __init__(
+        self, source_dir: Path, config: ConversionConfig, calibration_path: Path | None, validation_path: Path | None
+    ) -> None:
+        self._source_dir = source_dir
+        self._config = config
+        self._calibration_path = calibration_path
+        self._validation_path = validation_path
+
+    def root_inputs(self, source_commit: str) -> dict[str, Any]:
+        """What every stage depends on."""
+        weights = {file.name: file.stat().st_size for file in sorted(self._source_dir.glob("*.safetensors"))}
+        return {
+            "commit": source_commit,
+            "config": (self._source_dir / "config.json").read_text(encoding="utf-8"),
+            "weights": weights,
+            "calibration": self._config.calibration.model_dump(mode="json"),
+            "calibration_text": fingerprint(self._calibration_documents),
+        }
+
+    def run(self, stages: Stages, base: BaseModel) -> tuple[Artifact, dict[str, Any]]:
+        codec_inputs = self._config.codec.model_dump(mode="json")
+        validation_inputs = [self._config.validation.model_dump(mode="json"), fingerprint(self._held_out_documents)]
+        statistics = stages.run(
+            "calibrate", None, lambda folder: self._calibrate(stages, folder), self._load_statistics
+        )
+        aligned = stages.run("align", None, lambda folder: _align(statistics(), folder), Aligned.load)
+        fitted = stages.run(
+            "fit", codec_inputs, lambda folder: self._fit(aligned(), base, stages, folder), load_artifact
+        )
+        validation = stages.run(
+            "validate", validation_inputs, lambda folder: self._validate(fitted(), stages, folder), Validation.load
+        )
+        finished = fitted().with_curve(validation().curve, validation().step)
+        with stages.timed("report"):
+            report = self._report(finished, validation(), aligned().heads)
+        return finished, {**report, "stage_seconds": dict(stages.seconds)}
+
+    # ---- stages
+
+    def _calibrate(self, stages: Stages, folder: Path) -> None:
+        statistics = calibrate.calibrate(
+            self._model,
+            self._shape,
+            self._basis_sequences,
+            seed=self._config.calibration.seed,
+            checkpoint=folder / _STATISTICS_NAME,
+            on_progress=lambda done, total: stages.tell("calibrate", done, total, "passes"),
+        )
+        statistics.save(folder / _STATISTICS_NAME)
+
+    def _load_statistics(self, folder: Path) -> Statistics:
+        geometry = self._shape.geometry
+        return Statistics.load(folder / _STATISTICS_NAME, feature_groups(geometry), geometry)
+
+    def _fit(self, aligned: Aligned, base: BaseModel, stages: Stages, folder: Path) -> None:
+        """The codec at full rank finds about which step it will work; what that needs, and an octave more, is kept."""
+        sink_tokens = self._config.codec.sink_tokens
+        kept_aside = list(capture(self._model, self._shape, iter(self._kept_aside_sequences)))
+        transforms, orders = fit.full_transforms(aligned.bases, kept_aside, sink_tokens)
+        start = fit.expected_step(transforms, self._shape.geometry, self._config.codec.ratio or _START_RATIO)
+        tables = fit.fit_tables(transforms, kept_aside, sink_tokens, start)
+        rough = Codec(
+            self._shape,
+            transforms,
+            tables,
+            sink_tokens=sink_tokens,
+            recent_tokens=self._config.codec.recent_tokens,
+            recommended=start,
+        )
+        prepared = list(prepare(self._model, self._tuning_windows))
+        step = self._search(rough, prepared, start, stages, "fit", tolerance=0.2)[0].step
+        ranks = [transform.classes(step - _FINER).size for transform in transforms]
+        groups = [
+            StoredGroup.of(basis, transform.scales[:rank], order[:rank])
+            for basis, transform, order, rank in zip(aligned.bases, transforms, orders, ranks, strict=True)
+        ]
+        Artifact(
+            base=base,
+            shape=self._shape,
+            groups=tuple(groups),
+            tables=tables,
+            sink_tokens=sink_tokens,
+            recent_tokens=self._config.codec.recent_tokens,
+            recommended_step=step,
+            provenance=self._provenance(),
+        ).save(folder)
+
+    def _validate(self, fitted: Artifact, stages: Stages, folder: Path) -> None:
+        codec = fitted.codec()
+        prepared = []
+        for window in prepare(self._model, self._windows):
+            prepared.append(window)
+            stages.tell("validate", len(prepared), len(self._windows), "windows prepared")
+        measured = self._search(codec, prepared, fitted.recommended_step, stages, "validate", tolerance=0.06)
+        steps = {found.step for found in measured}
+        for offset in _CURVE_OFFSETS:
+            step = measured[0].step + offset
+            if step not in steps:
+                measured.append(self._measure(codec, prepared, step, stages, "validate"))
+        Validation.of(
+            measured,
+            floor_kl=max(window.floor_kl for window in prepared),
+            prefix_tokens=self._windows[0].prefix.numel(),
+            continuation_tokens=self._windows[0].continuation.numel(),
+        ).save(folder)
+
+    def _search(
+        self,
+        codec: Codec,
+        prepared: list[PreparedWindow],
+        start: int,
+        stages: Stages,
+        stage: str,
+        *,
+        tolerance: float,
+    ) -> list[Measurement]:
+        target = Target(self._config.codec.max_kl, self._config.codec.ratio, tolerance)
+        coarse, fine = sorted(
+            (fit.expected_step(list(codec.transforms), codec.shape.geometry, ratio) for ratio in _STEP_RANGE_RATIOS),
+            reverse=True,
+        )
+        return search_step(
+            lambda step: self._measure(codec, prepared, step, stages, stage),
+            target,
+            start=start,
+            bounds=(fine, coarse),
+        )
+
+    def _measure(
+        self, codec: Codec, prepared: list[PreparedWindow], step: int, stages: Stages, stage: str
+    ) -> Measurement:
+        done = 0
+
+        def on_window() -> None:
+            nonlocal done
+            done += 1
+            stages.tell(stage, done, len(prepared), f"windows at step {step}")
+
+        return measure(self._model, codec, prepared, step, on_window)
+
+    def _report(self, finished: Artifact, validation: Validation, heads: dict[Kind, HeadAlignment]) -> dict[str, Any]:
+        return build_report(
+            self._config,
+            finished,
+            validation,
+            heads,
+            source_dir=self._source_dir,
+            held_out=self._held_out_documents,
+        )
+
+    # ---- what the stages work on
+
+    @cached_property
+    def _model(self) -> Any:
+        return load_model(self._source_dir)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._source_dir)
+
+    @cached_property
+    def _shape(self) -> CacheShape:
+        return measure_shape(self._model)
+
+    @cached_property
+    def _calibration_documents(self) -> list[Document]:
+        if self._calibration_path:
+            return read_documents(self._calibration_path)
+        return builtin_documents("calibration")
+
+    @cached_property
+    def _held_out_documents(self) -> list[Document]:
+        """Validation documents; raises DatasetInvalid when one of them was calibrated on."""
+        documents = read_documents(self._validation_path) if self._validation_path else builtin_documents("validation")
+        calibrated = {document.sha256 for document in self._calibration_documents}
+        if any(document.sha256 in calibrated for document in documents):
+            raise DatasetInvalid(
+                "A document is in the calibration text and in the validation text.",
+                "Validate on text that was not calibrated on.",
+            )
+        return documents
+
+    @cached_property
+    def _sequences(self) -> list[Tensor]:
+        calibration = self._config.calibration
+        return token_sequences(
+            self._calibration_documents,
+            self._tokenizer,
+            tokens=calibration.tokens,
+            length=min(calibration.sequence_length, self._position_limit),
+            seed=calibration.seed,
+        )
+
+    @property
+    def _basis_sequences(self) -> list[Tensor]:
+        return self._sequences[: len(self._sequences) - len(self._kept_aside_sequences)] or self._sequences
+
+    @property
+    def _kept_aside_sequences(self) -> list[Tensor]:
+        """The last eighth of the calibration text; all of it where it is a single sequence."""
+        return self._sequences[-max(1, len(self._sequences) // _KEPT_ASIDE) :]
+
+    @property
+    def _tuning_windows(self) -> list[Window]:
+        return [_halved(sequence) for sequence in self._kept_aside_sequences[:_TUNING_WINDOWS]]
+
+    @cached_property
+    def _windows(self) -> list[Window]:
+        length = min(_WINDOW_TOKENS, self._position_limit)
+        return evaluation_windows(
+            self._held_out_documents,
+            self._tokenizer,
+            windows=self._config.validation.windows,
+            prefix=length * 3 // 4,
+            continuation=length - length * 3 // 4,
+        )
+
+    @property
+    def _position_limit(self) -> int:
+        """Longest sequence that the model takes."""
+        limit = getattr(self._model.config, "max_position_embeddings", None)
+        return int(limit) if limit else _WINDOW_TOKENS
+
+    def _provenance(self) -> dict[str, Any]:
+        calibration = self._config.calibration
+        documents = self._calibration_documents
+        return {
+            "calibration": {
+                "dataset": calibration.dataset,
+                "domains": sorted({document.domain for document in documents}),
+                "documents": sorted(document.sha256 for document in documents)[:_MAX_LISTED_DOCUMENTS],
+                "fingerprint": fingerprint(documents),
+                "sequences": len(self._sequences),
+                "sequence_length": self._sequences[0].numel(),
+                "tokens": sum(sequence.numel() for sequence in self._sequences),
+                "gradient_tokens": sum(piece.numel() for piece in calibrate.gradient_sequences(self._basis_sequences)),
+                "seed": calibration.seed,
+            },
+            "tools": {name: metadata.version(name) for name in ("kvalign", "torch", "transformers", "numba", "numpy")},
+        }
+
+
+def _align(statistics: Statistics, folder: Path) -> None:
+    weights = head_weights(statistics)
+    save_bases([fit_basis(statistics, group, weights[group.name]) for group in statistics.groups], folder / _BASES_NAME)
+    heads = {kind: asdict(found) for kind, found in head_alignment(statistics).items()}
+    (folder / _HEADS_NAME).write_text(json.dumps(heads))
+
+
+def _halved(sequence: Tensor) -> Window:
+    """A calibration sequence as a window to tune on."""
+    cut = sequence.numel() * 3 // 4
+    return Window("calibration", sequence[:cut], sequence[cut:])

@@ -1,0 +1,1 @@
+"""Entropy coding of quantised coefficients: symbol classes (classes.py) apart from the coder (rans.py)."""

@@ -1,0 +1,1 @@
+"""What an encoded cache costs in quality: protocols, measures, baselines."""

@@ -1,0 +1,89 @@
+"""Protocol R: code a prefix to bytes, decode it, and score the continuation on the decoded cache only.
+
+One forward pass over a text measures nothing: the model attends to exact keys and values and stores them after.
+Here every scored token has seen nothing but what the codec kept. Knows any coder of caches, not only ours.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvalign.accounting import PayloadSizes
+from kvalign.capture import layer_tensors, run
+from kvalign.evaluate.metrics import Divergence, divergence
+from kvalign.text import Window
+
+FLOOR_LIMIT = 1e-6
+
+
+class CacheCoder(Protocol):
+    """What a codec or a baseline looks like to the protocol."""
+
+    def __call__(self, cache: DynamicCache) -> tuple[DynamicCache, PayloadSizes]:
+        """The cache after a round trip through stored bytes, and what they took."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One window, coded once."""
+
+    domain: str
+    divergence: Divergence
+    sizes: PayloadSizes
+
+
+@dataclass
+class PreparedWindow:
+    """One window with what the uncompressed model makes of it: computed once, scored many times.
+
+    cache      after the prefix, uncompressed
+    reference  [T, vocab] logits over the continuation
+    floor_kl   KL of the uncompressed model against itself by the same route
+    """
+
+    window: Window
+    cache: DynamicCache
+    reference: Tensor
+    floor_kl: float
+
+
+@torch.no_grad()
+def prepare(model: Any, windows: Sequence[Window]) -> Iterator[PreparedWindow]:
+    """One prefix pass and two continuation passes a window."""
+    for window in windows:
+        _, cache = run(model, window.prefix[None], logits_to_keep=1)
+        reference = continuation_logits(model, cache, window)
+        again = continuation_logits(model, _copied(cache), window)
+        floor = divergence(reference, again, _targets(window)).kl.mean()
+        yield PreparedWindow(window, cache, reference, float(floor))
+
+
+@torch.no_grad()
+def try_coder(model: Any, prepared: PreparedWindow, coder: CacheCoder) -> Trial:
+    """Score one coder on one window: one round trip and one continuation pass."""
+    decoded, sizes = coder(prepared.cache)
+    measured = continuation_logits(model, decoded, prepared.window)
+    scored = divergence(prepared.reference, measured, _targets(prepared.window))
+    return Trial(prepared.window.domain, scored, sizes)
+
+
+def continuation_logits(model: Any, cache: DynamicCache, window: Window) -> Tensor:
+    """[T - 1, vocab]: logits at each continuation token but the last. The cache given is left as it was."""
+    logits, _ = run(model, window.continuation[None, :-1], _copied(cache))
+    return logits[0]
+
+
+def _targets(window: Window) -> Tensor:
+    return window.continuation[1:]
+
+
+def _copied(cache: DynamicCache) -> DynamicCache:
+    result = DynamicCache()
+    for index, (keys, values) in enumerate(layer_tensors(cache)):
+        result.update(keys.clone(), values.clone(), index)
+    return result

@@ -1,0 +1,137 @@
+"""Measure a codec at a step over all windows, and search the step that meets a target."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvalign import accounting
+from kvalign.accounting import PayloadSizes
+from kvalign.codec import Codec, OperatingPoint
+from kvalign.errors import ConfigInvalid
+from kvalign.evaluate.metrics import Divergence, Summary, summarise
+from kvalign.evaluate.protocol import PreparedWindow, Trial, try_coder
+from kvalign.geometry import Geometry
+
+_ROUNDS = 10
+# Slopes of the logarithms over one sixteenth of an octave of step, near where codecs work; secants replace them.
+_KL_SLOPE = 0.07
+_RATIO_SLOPE = 0.04
+_LONGEST_STRIDE = 48
+
+
+@dataclass(frozen=True)
+class Target:
+    """A quality or a size to reach; exactly one of the two."""
+
+    max_kl: float | None
+    ratio: float | None
+    tolerance: float = 0.06
+
+    def describe(self) -> str:
+        return f"max_kl {self.max_kl:g}" if self.max_kl is not None else f"ratio {self.ratio:g}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A codec at one step, over all windows."""
+
+    step: int
+    trials: tuple[Trial, ...]
+    geometry: Geometry
+
+    def sizes(self) -> PayloadSizes:
+        return accounting.merged([trial.sizes for trial in self.trials])
+
+    def ratio(self) -> float:
+        return accounting.coded_ratio(self.geometry, self.sizes())
+
+    def summary(self) -> Summary:
+        return summarise([trial.divergence for trial in self.trials])
+
+    def domains(self) -> dict[str, "Measurement"]:
+        names = dict.fromkeys(trial.domain for trial in self.trials)
+        return {
+            name: Measurement(self.step, tuple(trial for trial in self.trials if trial.domain == name), self.geometry)
+            for name in names
+        }
+
+    def divergences(self) -> list[Divergence]:
+        return [trial.divergence for trial in self.trials]
+
+    def point(self) -> OperatingPoint:
+        summary = self.summary()
+        return OperatingPoint(self.step, round(self.ratio(), 4), summary.kl_mean, summary.kl_p99, summary.top1)
+
+
+def measure(
+    model: Any, codec: Codec, prepared: Sequence[PreparedWindow], step: int, on_window: Callable[[], None]
+) -> Measurement:
+    """Protocol R at one step on every window."""
+
+    def coder(cache: Any) -> tuple[Any, PayloadSizes]:
+        data = codec.encode(cache, step=step)
+        return codec.decode(data), codec.sizes(data)
+
+    trials = []
+    for window in prepared:
+        trials.append(try_coder(model, window, coder))
+        on_window()
+    return Measurement(step, tuple(trials), codec.shape.geometry)
+
+
+def search_step(
+    measure_at: Callable[[int], Measurement], target: Target, *, start: int, bounds: tuple[int, int]
+) -> list[Measurement]:
+    """Measurements made on the way to the target, the one that meets it best first.
+
+    measure_at  called once for each step tried, at most ten
+    bounds      smallest and largest step to try; the largest is taken when even there the target holds with room
+    Raises ConfigInvalid when no step tried meets the target.
+    """
+    tried: dict[int, Measurement] = {}
+    step = min(max(start, bounds[0]), bounds[1])
+    for _ in range(_ROUNDS):
+        tried[step] = measure_at(step)
+        if _met(tried[step], target) and abs(_distance(tried[step], target)) <= target.tolerance:
+            break
+        step = _next(tried, target, bounds)
+        if step in tried:
+            break
+    meeting = [found for found in tried.values() if _met(found, target)]
+    if not meeting:
+        nearest = min(tried.values(), key=lambda found: abs(_distance(found, target)))
+        raise ConfigInvalid(
+            f"{target.describe()} cannot be reached on this model: the nearest of {len(tried)} steps tried gives"
+            f" ratio {nearest.ratio():.2f} at KL {nearest.summary().kl_mean:.4g}.",
+            "Ask for a larger max_kl or a smaller ratio, or calibrate on more text.",
+        )
+    best = max(meeting, key=lambda found: found.step if target.max_kl is not None else -found.step)
+    return [best, *(found for found in tried.values() if found is not best)]
+
+
+def _distance(found: Measurement, target: Target) -> float:
+    """Logarithm of what was found over what is wanted."""
+    if target.max_kl is not None:
+        return math.log(max(found.summary().kl_mean, 1e-12) / target.max_kl)
+    assert target.ratio is not None
+    return math.log(found.ratio() / target.ratio)
+
+
+def _met(found: Measurement, target: Target) -> bool:
+    distance = _distance(found, target)
+    return distance <= 0 if target.max_kl is not None else distance >= 0
+
+
+def _next(tried: dict[int, Measurement], target: Target, bounds: tuple[int, int]) -> int:
+    """Where a straight line through the nearest points meets the target, half the tolerance on its good side."""
+    good_side = -target.tolerance / 2 if target.max_kl is not None else target.tolerance / 2
+    near = sorted(tried.values(), key=lambda found: abs(_distance(found, target)))[:2]
+    slope = _KL_SLOPE if target.max_kl is not None else _RATIO_SLOPE
+    if len(near) == 2:
+        secant = (_distance(near[0], target) - _distance(near[1], target)) / (near[0].step - near[1].step)
+        slope = secant if secant > slope / 4 else slope
+    stride = (good_side - _distance(near[0], target)) / slope
+    stride = max(-_LONGEST_STRIDE, min(_LONGEST_STRIDE, stride))
+    moved = math.floor(stride) if target.max_kl is not None else math.ceil(stride)
+    return min(max(near[0].step + moved, bounds[0]), bounds[1])

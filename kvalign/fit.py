@@ -1,0 +1,90 @@
+"""From bases to a codec: component scales and symbol tables. Sees calibration text kept aside only."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvalign.align.basis import Basis
+from kvalign.capture import Captured
+from kvalign.codec import Transform
+from kvalign.entropy.classes import LOWEST, Tables, fitted_tables, laplace_tables, scale_number
+from kvalign.entropy.rans import count_symbols
+from kvalign.geometry import Geometry
+from kvalign.quantize import quantize, step_size
+
+# Steps at which symbols are counted, about the one where the codec is expected to work.
+_COUNTED_OFFSETS = (-16, -8, 0, 8, 16)
+
+
+def full_transforms(
+    bases: list[Basis], kept_aside: list[Captured], sink_tokens: int
+) -> tuple[list[Transform], list[Tensor]]:
+    """Transforms of full rank in float32, and for each the columns of its basis by falling scale.
+
+    Scales are mean magnitudes on text that the basis has not seen: on its own text the narrow directions look
+    narrower than they are.
+    """
+    transforms, orders = [], []
+    for basis in bases:
+        analysis, synthesis = basis.analysis(), basis.synthesis()
+        total = torch.zeros(analysis.shape[1])
+        count = 0
+        for captured in kept_aside:
+            coefficients = (_columns(captured, basis)[sink_tokens:] - basis.mean) @ analysis
+            total += coefficients.abs().sum(0)
+            count += coefficients.shape[0]
+        magnitude = total / count
+        order = magnitude.argsort(descending=True, stable=True)
+        scales = scale_number(magnitude[order].numpy())
+        transforms.append(
+            Transform(basis.group, basis.mean, analysis[:, order].contiguous(), synthesis[order].contiguous(), scales)
+        )
+        orders.append(order)
+    return transforms, orders
+
+
+def expected_step(transforms: list[Transform], geometry: Geometry, ratio: float) -> int:
+    """Step at which the tables' entropies promise a coded-token ratio; to start a search from."""
+    tables = laplace_tables().frequencies / 4096.0
+    entropies = -(tables * np.log2(tables)).sum(axis=1)
+    budget = 16.0 * geometry.values_per_token / ratio
+    scales = np.concatenate([transform.scales for transform in transforms])
+    low, high = int(scales.min()) - 64, int(scales.max()) + 64
+    while low < high:
+        middle = (low + high) // 2
+        if _bits(scales, middle, entropies) > budget:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def fit_tables(transforms: list[Transform], kept_aside: list[Captured], sink_tokens: int, step: int) -> Tables:
+    """Symbol tables from counts around a step."""
+    counts: NDArray[np.int64] | None = None
+    for transform in transforms:
+        for captured in kept_aside:
+            features = captured.features(transform.group.kind)[
+                sink_tokens:, transform.group.start : transform.group.stop
+            ]
+            coefficients = (features - transform.mean) @ transform.analysis
+            for offset in _COUNTED_OFFSETS:
+                classes = transform.classes(step + offset)
+                size = torch.tensor([[step_size(step + offset)]])
+                symbols = quantize(coefficients[:, : classes.size], size).numpy()
+                counts = count_symbols(symbols, np.broadcast_to(classes, symbols.shape), counts)
+    assert counts is not None
+    return fitted_tables(counts)
+
+
+def _columns(captured: Captured, basis: Basis) -> Tensor:
+    return captured.features(basis.group.kind)[:, basis.group.start : basis.group.stop]
+
+
+def _bits(scales: NDArray[np.int16], step: int, entropies: NDArray[np.float64]) -> float:
+    """Bits of one token: each coded component at the entropy of its class, an octave above the last at one bit more."""
+    classes = (scales.astype(np.int64) - step + 2) >> 2
+    coded = classes[classes >= LOWEST] - LOWEST
+    top = len(entropies) - 1
+    return float(entropies[np.minimum(coded, top)].sum() + np.maximum(coded - top, 0).sum() / 4)

@@ -1,0 +1,163 @@
+"""The typed facts of a report, as report.json holds them. Draws nothing and rounds nothing."""
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from kvalign import accounting
+from kvalign.align.procrustes import HeadAlignment
+from kvalign.artifact import Artifact
+from kvalign.config import ConversionConfig
+from kvalign.evaluate.protocol import FLOOR_LIMIT
+from kvalign.evaluate.validation import DomainResult, Validation
+from kvalign.geometry import Kind
+from kvalign.report.source_card import carried_fields
+from kvalign.text import Document, fingerprint
+
+SCHEMA_VERSION = 1
+
+_CACHE_LENGTHS = (1024, 2048, 8192)
+_SPREAD_TOKENS = (10_000, 1_000_000)
+_WORST_WINDOWS = 3
+NOT_MEASURED = (
+    "generation quality beyond teacher-forced next-token distributions (no task accuracy, no recall of keys)",
+    "prefixes longer than the windows above, and prefixes that many continuations share",
+    "speed, and memory held while generating: the cache is decoded to its uncompressed form before use",
+    "other codecs at equal bytes",
+)
+
+
+def build_report(
+    config: ConversionConfig,
+    artifact: Artifact,
+    validation: Validation,
+    heads: dict[Kind, HeadAlignment],
+    *,
+    source_dir: Path,
+    held_out: Sequence[Document],
+) -> dict[str, Any]:
+    """Everything the card says, JSON-ready; the gate is judged here."""
+    artifact_bytes = len(artifact.tensor_bytes)
+    failures = gate_failures(config, validation)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "summary": {
+            "ratio": validation.overall.ratio,
+            "kl_mean": validation.overall.summary.kl_mean,
+            "kl_p99": validation.overall.summary.kl_p99,
+            "top1": validation.overall.summary.top1,
+            "floor_kl": validation.floor_kl,
+            "artifact_bytes": artifact_bytes,
+        },
+        "gate": {
+            "max_kl": config.validation.gate.max_kl,
+            "min_top1": config.validation.gate.min_top1,
+            "passed": not failures,
+            "failures": failures,
+        },
+        "source": {
+            **{key: value for key, value in artifact.base.to_json().items() if key != "weights"},
+            "weights": artifact.base.to_json()["weights"],
+            "carried": carried_fields(source_dir),
+        },
+        "target": config.target.model_dump(mode="json"),
+        "codec": _codec(config, artifact),
+        "sizes": _sizes(artifact, validation, artifact_bytes),
+        "quality": {
+            "protocol": "R",
+            "prefix_tokens": validation.prefix_tokens,
+            "continuation_tokens": validation.continuation_tokens,
+            "floor_limit": FLOOR_LIMIT,
+            "overall": _domain(validation.overall),
+            "domains": {name: _domain(result) for name, result in validation.domains.items()},
+            "worst_windows": [
+                asdict(window)
+                for window in sorted(validation.windows, key=lambda window: -window.kl_mean)[:_WORST_WINDOWS]
+            ],
+        },
+        "operating_points": [asdict(point) for point in validation.curve],
+        "head_alignment": {kind: asdict(found) for kind, found in heads.items()},
+        "calibration": (artifact.provenance or {}).get("calibration", {}),
+        "validation": {
+            "dataset": config.validation.dataset,
+            "domains": sorted(validation.domains),
+            "windows_per_domain": config.validation.windows,
+            "fingerprint": fingerprint(held_out),
+        },
+        "hardware": {
+            "machine": platform.machine(),
+            "system": platform.system(),
+            "cores": os.cpu_count(),
+            "device": "cpu",
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("kvalign", "torch", "transformers", "numba", "numpy")},
+        },
+        "not_measured": list(NOT_MEASURED),
+    }
+
+
+def gate_failures(config: ConversionConfig, validation: Validation) -> list[str]:
+    """What the gate holds against it, a line each; none when it may be published."""
+    gate = config.validation.gate
+    failures = []
+    if not validation.floor_kl < FLOOR_LIMIT:
+        failures.append(
+            f"the run is void: the uncompressed model differs from itself by KL {validation.floor_kl:.2g}"
+            f" (limit {FLOOR_LIMIT:g})"
+        )
+    for name, result in validation.domains.items():
+        summary = result.summary
+        if not summary.kl_mean <= gate.max_kl:
+            failures.append(f"mean KL on '{name}' is {summary.kl_mean:.4g} nats, above the gate's {gate.max_kl:g}")
+        if not summary.top1 >= gate.min_top1:
+            failures.append(f"top-1 agreement on '{name}' is {summary.top1:.4f}, below the gate's {gate.min_top1:g}")
+    return failures
+
+
+def _codec(config: ConversionConfig, artifact: Artifact) -> dict[str, Any]:
+    return {
+        "codec_id": artifact.codec_id.hex(),
+        "target": {"max_kl": config.codec.max_kl, "ratio": config.codec.ratio},
+        "recommended_step": artifact.recommended_step,
+        "sink_tokens": artifact.sink_tokens,
+        "recent_tokens": artifact.recent_tokens,
+        "ranks": {stored.group.name: int(stored.directions.shape[1]) for stored in artifact.groups},
+        "features": {stored.group.name: stored.group.width for stored in artifact.groups},
+    }
+
+
+def _sizes(artifact: Artifact, validation: Validation, artifact_bytes: int) -> dict[str, Any]:
+    geometry = artifact.shape.geometry
+    verbatim = artifact.sink_tokens + artifact.recent_tokens
+    ratio = validation.overall.ratio
+    weight_bytes = sum(size for _, size in artifact.base.weights.values())
+    return {
+        "ratio_means": "bf16 bytes of the coded tokens / bytes they take, all side information included",
+        "coded_ratio": ratio,
+        "cache_ratio_means": "bf16 bytes of the whole cache / bytes of its payload, sink and recent tokens included",
+        "cache_ratio_by_tokens": {
+            str(tokens): accounting.projected_cache_ratio(geometry, ratio, tokens, verbatim)
+            for tokens in _CACHE_LENGTHS
+        },
+        "cache_ratio_with_artifact_spread_over_tokens": {
+            str(tokens): accounting.projected_cache_ratio(
+                geometry, ratio, _CACHE_LENGTHS[-1], verbatim, artifact_bytes * _CACHE_LENGTHS[-1] / tokens
+            )
+            for tokens in _SPREAD_TOKENS
+        },
+        "raw_bytes_per_token": accounting.raw_bytes(geometry, 1),
+        "measured_payloads": asdict(validation.sizes),
+        "artifact_bytes": artifact_bytes,
+        "artifact_over_weights": artifact_bytes / weight_bytes,
+        "artifact_break_even_tokens": accounting.break_even_tokens(geometry, artifact_bytes, ratio),
+    }
+
+
+def _domain(result: DomainResult) -> dict[str, Any]:
+    return {"ratio": result.ratio, "cache_ratio": result.cache_ratio, **asdict(result.summary)}

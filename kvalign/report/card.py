@@ -1,0 +1,169 @@
+"""README.md of a converted model, rendered from report.json alone. Escapes whatever came from the source repo."""
+
+import re
+from typing import Any
+
+import yaml
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|<>~$&])")
+
+
+def render(report: dict[str, Any]) -> str:
+    """Front matter that the Hub accepts, then the card."""
+    front = yaml.safe_dump(front_matter(report), sort_keys=False, allow_unicode=True, width=1000)
+    sections = [_head(report), _usage(report), _quality(report), _sizes(report), _provenance(report), _caveats(report)]
+    return f"---\n{front}---\n\n" + "\n".join(sections)
+
+
+def front_matter(report: dict[str, Any]) -> dict[str, Any]:
+    """Hub metadata: licence and gate text carried from the source, results in model-index."""
+    layout = report["target"]["layout"]
+    return {
+        **report["source"]["carried"],
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": report["source"]["repo"],
+        "base_model_relation": "quantized" if layout == "full" else "adapter",
+        "tags": ["kvalign", "kv-cache-compression"],
+        "model-index": [{"name": report["target"]["repo"].split("/")[-1], "results": _results(report)}],
+    }
+
+
+def _results(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "task": {"type": "text-generation", "name": "KV cache compression"},
+            "dataset": {"name": f"kvalign held-out text: {name}", "type": report["validation"]["dataset"]},
+            "metrics": [
+                {"type": "kl_nats_mean", "name": "Mean KL (nats)", "value": round(found["kl_mean"], 6)},
+                {"type": "top1_agreement", "name": "Top-1 agreement", "value": round(found["top1"], 4)},
+                {"type": "coded_ratio", "name": "Ratio of coded tokens", "value": round(found["ratio"], 2)},
+            ],
+        }
+        for name, found in report["quality"]["domains"].items()
+    ]
+
+
+def _head(report: dict[str, Any]) -> str:
+    summary, sizes, source = report["summary"], report["sizes"], report["source"]
+    at_8k = sizes["cache_ratio_by_tokens"]["8192"]
+    verdict = "" if report["gate"]["passed"] else _failed(report)
+    return f"""# {escape(report["target"]["repo"].split("/")[-1])}
+
+{verdict}[{escape(source["repo"])}](https://huggingface.co/{source["repo"]}) at commit `{source["commit"][:12]}`, with a
+codec that stores its KV cache **{summary["ratio"]:.1f} times smaller** than bfloat16 (coded tokens;
+{at_8k:.1f} times for a whole cache of 8,192 tokens) at a mean KL of **{summary["kl_mean"]:.4f} nats** a token and
+**{100 * summary["top1"]:.1f} %** top-1 agreement with the uncompressed cache, on held-out text.
+"""
+
+
+def _failed(report: dict[str, Any]) -> str:
+    lines = "\n".join(f"> - {escape(line)}" for line in report["gate"]["failures"])
+    return f"> **Not published: the quality gate failed.**\n{lines}\n\n"
+
+
+def _usage(report: dict[str, Any]) -> str:
+    return f"""## Use
+
+```python
+import kvalign
+model, tokenizer, codec = kvalign.load("{report["target"]["repo"]}")
+blob = codec.encode(cache)            # a finished prefix as bytes
+cache = codec.decode(blob, model)     # ready to go on generating
+```
+"""
+
+
+def _quality(report: dict[str, Any]) -> str:
+    quality = report["quality"]
+    rows = [("all", quality["overall"]), *quality["domains"].items()]
+    table = "\n".join(
+        f"| {escape(name)} | {found['ratio']:.2f} | {found['kl_mean']:.4f}"
+        f" ({found['kl_low']:.4f} to {found['kl_high']:.4f}) | {found['kl_p99']:.3f} | {found['kl_max']:.3f} | {100 * found['top1']:.1f} % | {found['nll_delta']:+.4f}"
+        f" | {found['windows']} |"
+        for name, found in rows
+    )
+    points = "\n".join(
+        f"| {point['step']}{' (recommended)' if point['step'] == report['codec']['recommended_step'] else ''}"
+        f" | {point['ratio']:.2f} | {point['kl_mean']:.4f} | {point['kl_p99']:.3f} | {100 * point['top1']:.1f} % |"
+        for point in report["operating_points"]
+    )
+    codec = report["codec"]
+    return f"""## Quality
+
+Protocol R: {quality["prefix_tokens"]} tokens are read by the uncompressed model, their cache is stored as bytes and
+read back, and the next {quality["continuation_tokens"]} tokens are scored on what came back. The first
+{codec["sink_tokens"]} and the last {codec["recent_tokens"]} tokens of the prefix stay in 16 bit. The uncompressed
+model against itself by the same route: KL {report["summary"]["floor_kl"]:.1g} nats.
+
+| text | ratio of coded tokens | mean KL, nats (95 % interval) | 99th percentile | largest | top-1 | NLL, nats | windows |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+{table}
+
+One artifact serves every ratio; the step is chosen when a cache is encoded:
+
+| step | ratio of coded tokens | mean KL, nats | 99th percentile | top-1 agreement |
+| --- | --- | --- | --- | --- |
+{points}
+"""
+
+
+def _sizes(report: dict[str, Any]) -> str:
+    sizes = report["sizes"]
+    lengths = "\n".join(
+        f"| whole cache of {int(tokens):,} tokens, sinks and recent tokens included | {ratio:.2f} |"
+        for tokens, ratio in sizes["cache_ratio_by_tokens"].items()
+    )
+    spread = "\n".join(
+        f"| the longest of these, the codec's own bytes spread over {int(tokens):,} cached tokens | {ratio:.2f} |"
+        for tokens, ratio in sizes["cache_ratio_with_artifact_spread_over_tokens"].items()
+    )
+    return f"""## Size
+
+| what, against bfloat16 ({sizes["raw_bytes_per_token"]:,} bytes a token) | ratio |
+| --- | --- |
+| coded tokens, all side information included | {sizes["coded_ratio"]:.2f} |
+{lengths}
+{spread}
+
+The codec weighs {sizes["artifact_bytes"]:,} bytes ({100 * sizes["artifact_over_weights"]:.1f} % of the weights); it has
+paid for itself after {sizes["artifact_break_even_tokens"]:,} cached tokens.
+"""
+
+
+def _provenance(report: dict[str, Any]) -> str:
+    calibration, hardware = report["calibration"], report["hardware"]
+    alignment = "".join(
+        f"\nMean similarity of the {found['heads']} heads' {kind}: {found['before']:.3f} as they stand,"
+        f" {found['after']:.3f} once each is rotated onto the other.\n"
+        for kind, found in report["head_alignment"].items()
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"""## How it was made
+
+Calibrated on {calibration["tokens"]:,} tokens of {escape(calibration["dataset"])}
+({", ".join(map(escape, calibration["domains"]))}; seed {calibration["seed"]}, fingerprint
+`{calibration["fingerprint"][:16]}`), judged on {escape(report["validation"]["dataset"])}
+({", ".join(map(escape, report["validation"]["domains"]))}; fingerprint `{report["validation"]["fingerprint"][:16]}`).
+{alignment}
+{hardware["system"]} {hardware["machine"]}, {hardware["cores"]} cores, {hardware["device"]}; {versions}.
+"""
+
+
+def _caveats(report: dict[str, Any]) -> str:
+    lines = "\n".join(f"- {line}" for line in report["not_measured"])
+    return f"""## What is not claimed
+
+Not measured:
+
+{lines}
+"""
+
+
+def escape(text: str) -> str:
+    """Text from elsewhere, on one line, with everything that Markdown or HTML could act on escaped.
+
+    >>> escape("<b>x</b> [y](z)")
+    '\\\\<b\\\\>x\\\\</b\\\\> \\\\[y\\\\]\\\\(z\\\\)'
+    """
+    return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
