@@ -14,7 +14,8 @@ from worker.settings import WorkerSettings
 QUEUE = "kvalign"
 TASK = "kvalign.run_job"
 CONNECT_TIMEOUT_S = 3.0
-ANSWER_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 5.0
+ONE_MORE_TRY = {"max_retries": 1, "interval_start": 0, "interval_step": 0}  # a kept connection may be stale
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def create_celery(settings: WorkerSettings) -> Celery:
             "socket_connect_timeout": CONNECT_TIMEOUT_S,
             "socket_timeout": ANSWER_TIMEOUT_S,
             "socket_keepalive": True,
+            "max_retries": 0,  # of connecting in order to publish; the worker itself tries for ever
         },
         worker_enable_remote_control=False,
         worker_send_task_events=False,
@@ -47,12 +49,12 @@ def create_celery(settings: WorkerSettings) -> Celery:
 
 
 def enqueue(celery: Celery, job_id: str) -> bool:
-    """Wake a worker for a job that is in the store; False when the broker does not answer, which heals itself.
+    """Wake a worker for a job that is in the store. False when the broker does not answer, which heals itself.
 
-    Takes at most CONNECT_TIMEOUT_S or ANSWER_TIMEOUT_S.
+    Takes twice ANSWER_TIMEOUT_S at most.
     """
     try:
-        celery.send_task(TASK, args=[job_id], queue=QUEUE, ignore_result=True, retry=False)
+        celery.send_task(TASK, args=[job_id], queue=QUEUE, ignore_result=True, retry=True, retry_policy=ONE_MORE_TRY)
     except OperationalError as error:
         _log.warning("job %s is stored; the broker did not take its message (%s)", job_id, error)
         return False

@@ -29,7 +29,8 @@ from worker.messages import (
 )
 
 if TYPE_CHECKING:
-    from kvalign.convert import ConversionResult, StageProgress
+    from kvalign.convert import ConversionResult
+    from kvalign.stages import StageProgress
 
 PROGRESS_EVERY_S = 0.1
 

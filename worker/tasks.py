@@ -7,7 +7,7 @@ from contextlib import closing
 
 from celery import Celery, signals
 
-from worker.app import TASK, count_messages, enqueue
+from worker.app import TASK, count_messages, create_celery, enqueue
 from worker.leases import Lease, Leases
 from worker.pipeline import Tools, run_attempt
 from worker.settings import WorkerSettings
@@ -19,6 +19,24 @@ from worker.watch import Watch
 MESSAGES_PER_SWEEP = 100
 
 _log = logging.getLogger(__name__)
+
+
+def serve(settings: WorkerSettings, tools: Tools, *, concurrency: int, log_level: str) -> int:
+    """Work until told to stop; returns the exit code of Celery. Raises ConfigInvalid, and what the database raises."""
+    store = JobStore.open(settings.database, settings.secret_key.get_secret_value())
+    store.close()
+    celery = create_celery(settings)
+    Worker(celery, settings, store, tools).attach()
+    process = celery.Worker(
+        pool_cls="prefork",
+        concurrency=concurrency,
+        loglevel=log_level,
+        hostname=f"kvalign-{os.getpid()}@{socket.gethostname()}",
+        without_mingle=True,
+        without_gossip=True,
+    )
+    process.start()
+    return process.exitcode or 0
 
 
 class Worker:
@@ -82,7 +100,8 @@ class Worker:
         waiting = self._leases.waiting(MESSAGES_PER_SWEEP)
         missing = len(waiting) - count_messages(self._celery) if waiting else 0
         for job_id in waiting[: max(0, missing)]:
-            enqueue(self._celery, job_id)
+            if not enqueue(self._celery, job_id):
+                break
 
     def _leave(self) -> None:
         self._sweeper.stop()

