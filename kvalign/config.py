@@ -30,7 +30,7 @@ class _Section(BaseModel):
             if key not in cls.model_fields:
                 near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.5)
                 hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
-                raise ValueError(f"unknown key '{str(key)[:80]}'; {hint}")
+                raise ValueError(f"unknown key {ascii(str(key)[:80])}; {hint}")
         return data
 
 

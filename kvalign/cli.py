@@ -1,0 +1,223 @@
+"""The command `kvalign`: parses, calls, prints. Other rooms bring their commands by entry point."""
+
+import json
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from kvalign.config import ConversionConfig
+from kvalign.errors import KvalignError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+class _Commands(click.Group):
+    """Commands of this file and of every installed entry point in the group kvalign.commands."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *metadata.entry_points(group="kvalign.commands").names})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        found = metadata.entry_points(group="kvalign.commands", name=cmd_name)
+        if own is not None or not found:
+            return own
+        try:
+            command = next(iter(found)).load()
+        except ModuleNotFoundError as error:
+            raise click.ClickException(
+                f"'{cmd_name}' needs {error.name}, which is not installed. pip install 'kvalign[service]'."
+            ) from error
+        assert isinstance(command, click.Command)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvalignError as error:
+            click.echo(f"Error ({error.code}): {error.message}", err=True)
+            if error.remedy:
+                click.echo(error.remedy, err=True)
+            ctx.exit(EXIT_USAGE if error.code == "config_invalid" else EXIT_FAILED)
+
+
+@click.group(cls=_Commands)
+@click.version_option(package_name="kvalign")
+def main() -> None:
+    """Shrink the KV cache of a language model, and prove how good the result is."""
+
+
+@main.command()
+@click.argument("source")
+@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder to write to.")
+@click.option("--revision", default="main", show_default=True, help="Branch, tag or commit of a Hub repo.")
+@click.option("--max-kl", type=float, help="Smallest cache within this mean KL, in nats a token. [default: 0.02]")
+@click.option("--ratio", type=float, help="Best quality at this ratio of coded tokens.")
+@click.option("--calibration-text", type=click.Path(path_type=Path, exists=True), help=".txt, .jsonl or .parquet.")
+@click.option("--validation-text", type=click.Path(path_type=Path, exists=True), help="Held-out text to judge on.")
+@click.option("--calibration-tokens", type=int, help="How much text to calibrate on. [default: 32768]")
+@click.option("--windows", type=int, help="Windows to judge on, for each domain. [default: 8]")
+@click.option("--config", "config_file", type=click.Path(path_type=Path, exists=True), help="TOML or JSON settings.")
+@click.option("--work-dir", type=click.Path(path_type=Path), help="Keeps finished stages. [default: OUT/.work]")
+@click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")
+def convert(source: str, out: Path, config_file: Path | None, as_json: bool, **options: Any) -> None:
+    """Convert a model folder or Hub repo SOURCE into a codec folder."""
+    from kvalign.convert import convert as run_conversion
+    from kvalign.load import fetch
+
+    config = _conversion_config(source, config_file, options)
+    folder = fetch(source, revision=None if Path(source).is_dir() else options["revision"])
+    work_dir = options["work_dir"] or out / ".work"
+    with _ProgressShown(quiet=as_json) as show:
+        result = run_conversion(
+            folder,
+            out,
+            config,
+            work_dir=work_dir,
+            source_commit="" if Path(source).is_dir() else folder.name,
+            calibration_path=options["calibration_text"],
+            validation_path=options["validation_text"],
+            on_progress=show,
+        )
+    if as_json:
+        line = {"out": str(out), **result.report["summary"], "seconds": result.stage_seconds}
+        click.echo(json.dumps(line))
+    else:
+        summary = result.report["summary"]
+        click.echo(
+            f"{out}: ratio of coded tokens {summary['ratio']:.2f}, mean KL {summary['kl_mean']:.4f} nats,"
+            f" top-1 agreement {100 * summary['top1']:.1f} %, codec {summary['artifact_bytes']:,} bytes"
+        )
+
+
+@main.command()
+@click.argument("repo_or_folder")
+@click.option("--revision", help="Branch, tag or commit of a Hub repo.")
+@click.option("--json", "as_json", is_flag=True, help="Print report.json.")
+def inspect(repo_or_folder: str, revision: str | None, as_json: bool) -> None:
+    """Show the report card of a converted model."""
+    from kvalign.load import describe
+
+    config, folder = describe(repo_or_folder, revision=revision)
+    if as_json:
+        report = folder / "report.json"
+        click.echo(report.read_text(encoding="utf-8") if report.is_file() else json.dumps(config, indent=2))
+        return
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    Console().print(Markdown(card.split("\n---\n", 1)[-1]))
+
+
+@main.command()
+@click.argument("repo_or_folder")
+@click.option("--prompt", help="Text to continue; read from standard input when not given.")
+@click.option("--max-new-tokens", default=64, show_default=True, type=click.IntRange(1, 4096))
+@click.option("--max-kl", type=float, help="Step by its measured mean KL.")
+@click.option("--ratio", type=float, help="Step by its measured ratio.")
+@click.option("--revision", help="Branch, tag or commit of a Hub repo.")
+@click.option("--base", help="Folder or repo of the base model, for layout `codec`.")
+@click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")
+def generate(
+    repo_or_folder: str,
+    prompt: str | None,
+    max_new_tokens: int,
+    max_kl: float | None,
+    ratio: float | None,
+    revision: str | None,
+    base: str | None,
+    as_json: bool,
+) -> None:
+    """Continue a prompt from its compressed cache, and from the uncompressed one beside it."""
+    from kvalign.generation import continue_prompt
+    from kvalign.load import load
+
+    text = prompt if prompt is not None else sys.stdin.read()
+    model, tokenizer, codec = load(repo_or_folder, revision=revision, base=base)
+    found = continue_prompt(model, tokenizer, codec, text, max_new_tokens=max_new_tokens, max_kl=max_kl, ratio=ratio)
+    if as_json:
+        line = {
+            "generated": found.text,
+            "generated_uncompressed": found.text_uncompressed,
+            "prompt_tokens": found.prompt_tokens,
+            "cache_bytes": found.sizes.total,
+            "cache_ratio": round(found.cache_ratio, 3),
+        }
+        click.echo(json.dumps(line))
+        return
+    click.echo(f"compressed ({found.sizes.total:,} bytes, {found.cache_ratio:.2f} times smaller):\n{found.text}\n")
+    click.echo(f"uncompressed:\n{found.text_uncompressed}")
+
+
+def _conversion_config(source: str, config_file: Path | None, options: dict[str, Any]) -> ConversionConfig:
+    """Settings of the file, overridden by flags; names stand in where a local folder has none."""
+    data = _read_settings(config_file) if config_file else {}
+    name = Path(source).resolve().name if Path(source).is_dir() else source
+    data.setdefault("source", {"repo": name, "revision": options["revision"]})
+    data.setdefault("target", {"repo": f"{name.split('/')[-1]}-kvalign"})
+    for section, key, value in (
+        ("codec", "max_kl", options["max_kl"]),
+        ("codec", "ratio", options["ratio"]),
+        ("calibration", "tokens", options["calibration_tokens"]),
+        ("calibration", "dataset", _name_of(options["calibration_text"])),
+        ("validation", "windows", options["windows"]),
+        ("validation", "dataset", _name_of(options["validation_text"])),
+    ):
+        if value is not None:
+            data[section] = {**data.get(section, {}), key: value}
+    return ConversionConfig.parse(data)
+
+
+def _name_of(path: Path | None) -> str | None:
+    return path.name if path else None
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        data = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"{file} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise click.UsageError(f"{file} does not hold a table of settings.")
+    return data
+
+
+class _ProgressShown:
+    """A bar on a terminal, a plain line for each stage elsewhere, nothing when quiet."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._console = Console(stderr=True)
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._quiet = quiet
+        if self._console.is_terminal and not quiet:
+            columns = (TextColumn("{task.description:10}"), BarColumn(), TextColumn("{task.fields[unit]}"))
+            self._bar = Progress(*columns, TimeElapsedColumn(), console=self._console)
+
+    def __enter__(self) -> Any:
+        if self._bar:
+            self._bar.start()
+        return self._show
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def _show(self, progress: Any) -> None:
+        if self._quiet:
+            return
+        if self._bar:
+            if progress.stage not in self._tasks:
+                self._tasks[progress.stage] = self._bar.add_task(progress.stage, total=progress.total, unit="")
+            self._bar.update(
+                self._tasks[progress.stage], completed=progress.done, total=progress.total, unit=progress.unit
+            )
+        elif not progress.unit:
+            click.echo(f"{progress.stage}: {'done' if progress.done else 'started'}", err=True)

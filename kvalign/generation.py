@@ -1,0 +1,88 @@
+"""Generate from a cache that went through bytes, and from the one that did not, side by side."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvalign import accounting
+from kvalign.accounting import PayloadSizes
+from kvalign.capture import cache_argument, run
+from kvalign.codec import Codec
+from kvalign.errors import ConfigInvalid
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What the model went on to say after one prompt.
+
+    text                after the prompt's cache was stored as bytes and read back
+    text_uncompressed   with the cache as it was; None when not asked for
+    """
+
+    text: str
+    text_uncompressed: str | None
+    prompt_tokens: int
+    sizes: PayloadSizes
+    coded_ratio: float
+    cache_ratio: float
+
+
+def prompt_tokens(tokenizer: Any, prompt: str) -> Tensor:
+    """[1, T] int64: the prompt as a user's turn where the tokenizer has a chat template, else as plain text."""
+    if getattr(tokenizer, "chat_template", None):
+        turn = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        return torch.as_tensor(ids["input_ids"])
+    return torch.as_tensor(tokenizer(prompt, return_tensors="pt")["input_ids"])
+
+
+@torch.no_grad()
+def continue_prompt(
+    model: Any,
+    tokenizer: Any,
+    codec: Codec,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    side_by_side: bool = True,
+    **target: Any,
+) -> Continuation:
+    """Greedy continuation of a prompt whose cache was encoded and decoded.
+
+    target   as Codec.encode takes it: max_kl, ratio or step
+    Raises ConfigInvalid for a prompt too short to have a cache.
+    """
+    tokens = prompt_tokens(tokenizer, prompt)
+    if tokens.shape[1] < 2:
+        raise ConfigInvalid("The prompt has fewer than two tokens.", "Give a longer prompt.")
+    # generate wants at least one token that the cache does not hold yet.
+    _, cache = run(model, tokens[:, :-1], logits_to_keep=1)
+    data = codec.encode(cache, **target)
+    sizes = codec.sizes(data)
+    text = _generate(model, tokenizer, tokens, codec.decode(data, model), max_new_tokens)
+    plain = _generate(model, tokenizer, tokens, cache, max_new_tokens) if side_by_side else None
+    geometry = codec.shape.geometry
+    return Continuation(
+        text,
+        plain,
+        tokens.shape[1],
+        sizes,
+        accounting.coded_ratio(geometry, sizes) if sizes.body_tokens else 1.0,
+        accounting.cache_ratio(geometry, sizes),
+    )
+
+
+def _generate(model: Any, tokenizer: Any, tokens: Tensor, cache: DynamicCache, max_new_tokens: int) -> str:
+    pad = model.generation_config.pad_token_id
+    output = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=pad if pad is not None else tokenizer.eos_token_id,
+        **{cache_argument(model): cache},
+    )
+    return str(tokenizer.decode(output[0, tokens.shape[1] :], skip_special_tokens=True))
