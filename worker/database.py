@@ -19,12 +19,14 @@ from typing import Any, TypeVar
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import URL, Connection, Engine, create_engine, event, func, make_url, select
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from kvalign.errors import ConfigInvalid
 
 BUSY_TIMEOUT_S = 15
+AWAY: tuple[type[DBAPIError], ...] = (OperationalError, InterfaceError)
+"""What is raised while the database does not answer: asking again later may help."""
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -150,7 +152,7 @@ def insist(write: Callable[[], T], for_s: float) -> T:
     while True:
         try:
             return write()
-        except OperationalError as error:
+        except AWAY as error:
             if time.monotonic() > deadline:
                 raise
             _log.warning("the database does not answer (%s); trying again", type(error.orig).__name__)

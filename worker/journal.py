@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sqlalchemy.exc import OperationalError
-
-from worker.database import insist
+from worker.database import AWAY, insist
 from worker.jobs import Progress, Stage
 from worker.leases import Lease
 
@@ -95,7 +93,7 @@ class Journal:
 def _unless_away() -> Iterator[None]:
     try:
         yield
-    except OperationalError as error:
+    except AWAY as error:
         _log.warning("the database does not answer (%s); a note about a job is lost", type(error.orig).__name__)
 
 

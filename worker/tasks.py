@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 def serve(settings: WorkerSettings, tools: Tools, *, concurrency: int, log_level: str) -> int:
     """Work until told to stop; returns the exit code of Celery. Raises ConfigInvalid, and what the database raises."""
+    for library in ("httpx", "httpx2"):  # they log whole URLs, and those of uploads are signed
+        logging.getLogger(library).setLevel(logging.WARNING)
     store = JobStore.open(settings.database, settings.secret_key.get_secret_value())
     store.close()
     celery = create_celery(settings)

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from kvalign.errors import Canceled, KvalignError, TimeLimit
+from worker.database import AWAY
 from worker.jobs import JobState
 from worker.leases import Lease, LeaseLost
 
@@ -110,7 +109,7 @@ class Watch:
                 self._lease.renew()
                 self._renewed_at = now
             state = self._lease.state()
-        except SQLAlchemyError as error:
+        except AWAY as error:
             if now - self._renewed_at > self._lease.lease_s:
                 raise LeaseLost("The database did not answer until the lease ran out.") from None
             _log.warning("the database does not answer (%s); trying again", type(error).__name__)

@@ -60,11 +60,16 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty database, of each kind."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'jobs.db'}"
-    url: str = request.getfixturevalue("postgresql_url")
-    with psycopg.connect(url, autocommit=True) as connection:
+    url: str = request.getfixturevalue("empty_postgresql")
+    return url
+
+
+@pytest.fixture
+def empty_postgresql(postgresql_url: str) -> str:
+    with psycopg.connect(postgresql_url, autocommit=True) as connection:
         connection.execute("DROP SCHEMA public CASCADE")
         connection.execute("CREATE SCHEMA public")
-    return url
+    return postgresql_url
 
 
 @pytest.fixture(scope="session")

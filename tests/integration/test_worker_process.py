@@ -116,12 +116,14 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, redis_url: str, secret_key: str, devhub_server: DevHub) -> Iterator[Place]:
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, redis_url: str, secret_key: str, devhub_server: DevHub
+) -> Iterator[Place]:
+    """On SQLite, unless a test asks for the fixture `empty_postgresql`."""
+    kind = getattr(request, "param", "sqlite")
+    database_url = f"sqlite:///{tmp_path / 'jobs.db'}" if kind == "sqlite" else request.getfixturevalue(kind)
     settings = WorkerSettings.load(
-        secret_key=secret_key,
-        data_dir=tmp_path / "data",
-        redis_url=redis_url,
-        database_url=f"sqlite:///{tmp_path / 'jobs.db'}",
+        secret_key=secret_key, data_dir=tmp_path / "data", redis_url=redis_url, database_url=database_url
     )
     place = Place(settings, JobStore.open(settings.database, secret_key), devhub_server, tmp_path)
     place.mode("convert")
@@ -214,6 +216,7 @@ def assert_no_secret(place: Place) -> None:
         assert secret not in rows
 
 
+@pytest.mark.parametrize("place", ["sqlite", "empty_postgresql"], indirect=True)
 def test_a_job_whose_message_never_arrived_is_found(place: Place, model: str) -> None:
     place.start()
     job = place.submit(model, layout="codec")
@@ -235,7 +238,7 @@ def test_cancel_works_in_every_stage_within_five_seconds(place: Place, model: st
         place.hub.fault(path_regex=f"{model}{stalls[stage]}", delay_s=60, times=9)
     else:
         place.mode("hang")
-    place.start()
+    worker = place.start()
     job = place.send(model)
     place.wait_for_stage(job, stage)
     time.sleep(1)
@@ -245,6 +248,7 @@ def test_cancel_works_in_every_stage_within_five_seconds(place: Place, model: st
     assert time.monotonic() - began < 5
     wait_for(lambda: not place.workspace(job).exists())
     assert all(not psutil.pid_exists(pid) for pid in place.runs())
+    assert end(worker) == 0  # what hung in the Hub's client does not hold it up
 
 
 @pytest.mark.parametrize("told", ["main process", "every process"])
@@ -284,6 +288,21 @@ def test_a_killed_worker_leaves_nothing_running_and_its_job_is_resumed(place: Pl
     done = place.reach(job, JobState.SUCCEEDED)
     assert done.attempts == 2
     assert place.stage_events(job, "kept") == ["pull"]
+
+
+def test_a_killed_pool_process_costs_an_attempt_alone(place: Place, model: str) -> None:
+    """As when the kernel runs out of memory: Celery starts another process, the sweeper gives it the job."""
+    place.mode("hang")
+    worker = place.start()
+    job = place.send(model)
+    place.wait_for_stage(job, "fit")
+    [pool_process] = psutil.Process(worker.pid).children()
+    place.mode("convert")
+    pool_process.kill()
+    done = place.reach(job, JobState.SUCCEEDED)
+    assert done.attempts == 2
+    assert worker.poll() is None
+    assert all(not psutil.pid_exists(pid) for pid in place.runs())
 
 
 def test_a_dead_child_fails_the_job_and_not_the_worker(place: Place, model: str) -> None:
