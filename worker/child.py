@@ -19,6 +19,7 @@ from kvalign.config import ConversionConfig
 from kvalign.errors import KvalignError
 from worker.jobs import ErrorCode
 from worker.messages import (
+    UNIT_CHARACTERS,
     ChildSpec,
     ErrorMessage,
     Message,
@@ -119,7 +120,7 @@ class StageReporter:
         self._current = progress
         if begins or progress.done >= progress.total or now - self._said_at >= PROGRESS_EVERY_S:
             self._said_at = now
-            self._say(ProgressMessage.model_validate(progress, from_attributes=True))
+            self._say(_progress_message(progress))
 
     def finish(self) -> None:
         """The stage that was told of last has ended."""
@@ -127,6 +128,11 @@ class StageReporter:
             seconds = self._clock() - self._began_at
             self._say(StageDoneMessage.model_validate({"stage": self._current.stage, "seconds": seconds}))
             self._current = None
+
+
+def _progress_message(progress: "StageProgress") -> ProgressMessage:
+    fields = {"stage": progress.stage, "done": progress.done, "total": progress.total}
+    return ProgressMessage.model_validate({**fields, "unit": progress.unit[:UNIT_CHARACTERS]})
 
 
 def _own_stdout() -> BinaryIO:

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from worker.jobs import ErrorCode, Stage
 
 ConvertStage = Literal[Stage.CALIBRATE, Stage.ALIGN, Stage.FIT, Stage.VALIDATE, Stage.REPORT]
+UNIT_CHARACTERS = 60
+
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -38,7 +40,7 @@ class ProgressMessage(_Message):
     stage: ConvertStage
     done: Count
     total: Count
-    unit: str = Field(max_length=20)
+    unit: str = Field(max_length=UNIT_CHARACTERS)
 
 
 class StageDoneMessage(_Message):

@@ -112,7 +112,7 @@ class JobRow(Base):
     stage: Mapped[str | None] = mapped_column(Word(20))
     done: Mapped[int] = mapped_column(BigInteger, default=0)
     total: Mapped[int] = mapped_column(BigInteger, default=0)
-    unit: Mapped[str] = mapped_column(Word(20), default="")
+    unit: Mapped[str] = mapped_column(Word(60), default="")
     stage_seconds: Mapped[dict[str, Any]] = mapped_column(default=dict)
     timestamps: Mapped[dict[str, Any]] = mapped_column(default=dict)
     error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))

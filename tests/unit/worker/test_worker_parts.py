@@ -225,6 +225,15 @@ def test_stages_are_told_apart_and_timed() -> None:
     assert said[-1] == StageDoneMessage(stage="align", seconds=1.0)
 
 
+def test_a_long_unit_stops_no_conversion() -> None:
+    said: list[Message] = []
+    StageReporter(said.append).progress(StageProgress("fit", 1, 2, "windows at step " * 9))  # type: ignore[arg-type]
+    [message] = said
+    assert isinstance(message, ProgressMessage)
+    assert message.unit.startswith("windows at step")
+    assert parse_message(message.model_dump_json().encode()) == message
+
+
 def test_a_stop_flag_crosses_a_fork() -> None:
     flag = StopFlag()
     assert not flag.is_set()

@@ -25,7 +25,7 @@ def upgrade() -> None:
         sa.Column("stage", sa.String(20)),
         sa.Column("done", sa.BigInteger(), nullable=False),
         sa.Column("total", sa.BigInteger(), nullable=False),
-        sa.Column("unit", sa.String(20), nullable=False),
+        sa.Column("unit", sa.String(60), nullable=False),
         sa.Column("stage_seconds", sa.JSON(), nullable=False),
         sa.Column("timestamps", sa.JSON(), nullable=False),
         sa.Column("error", sa.JSON()),
