@@ -64,7 +64,7 @@ def main() -> None:
 @click.option("--calibration-text", type=click.Path(path_type=Path, exists=True), help=".txt, .jsonl or .parquet.")
 @click.option("--validation-text", type=click.Path(path_type=Path, exists=True), help="Held-out text to judge on.")
 @click.option("--calibration-tokens", type=int, help="How much text to calibrate on. [default: 32768]")
-@click.option("--windows", type=int, help="Windows to judge on, for each domain. [default: 8]")
+@click.option("--windows", type=int, help="Windows to judge on, spread over the domains. [default: 8]")
 @click.option("--config", "config_file", type=click.Path(path_type=Path, exists=True), help="TOML or JSON settings.")
 @click.option("--work-dir", type=click.Path(path_type=Path), help="Keeps finished stages. [default: OUT/.work]")
 @click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")

@@ -109,7 +109,7 @@ class Gate(_Section):
 
 
 class Validation(_Section):
-    """The text that the codec is judged on, and the gate; windows counts per domain."""
+    """The text that the codec is judged on, and the gate; windows are spread evenly over its domains."""
 
     dataset: str = BUILTIN_DATASET
     windows: int = Field(default=8, ge=1, le=256)

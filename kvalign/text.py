@@ -103,25 +103,27 @@ def token_sequences(documents: list[Document], tokenizer: Any, *, tokens: int, l
 def evaluation_windows(
     documents: list[Document], tokenizer: Any, *, windows: int, prefix: int, continuation: int
 ) -> list[Window]:
-    """`windows` windows for each domain, each within one document while those are long enough.
+    """`windows` windows in all, spread evenly over the domains, each within one document while those are long enough.
 
     Raises DatasetInvalid when a domain is too short.
     """
     bos = _opening(tokenizer)
     length = prefix + continuation - len(bos)
     found = []
-    for domain, members in _by_domain(documents).items():
+    domains = _by_domain(documents)
+    for index, (domain, members) in enumerate(domains.items()):
+        share = max(1, (windows + len(domains) - 1 - index) // len(domains))
         pieces = [_cut(_plain(tokenizer, document.text), length) for document in members]
         parts = [part for turn in _in_turn(pieces) for part in turn]
-        if len(parts) < windows:
+        if len(parts) < share:
             parts = _cut([token for document in members for token in _plain(tokenizer, document.text)], length)
-        if len(parts) < windows:
+        if len(parts) < share:
             raise DatasetInvalid(
                 f"The domain '{domain}' holds {len(parts)} windows of {prefix + continuation} tokens;"
-                f" {windows} were asked for.",
-                f"Set validation.windows to at most {max(1, len(parts))}, or name a larger dataset.",
+                f" {share} were asked for.",
+                f"Set validation.windows to at most {max(1, len(parts)) * len(domains)}, or name a larger dataset.",
             )
-        for part in parts[:windows]:
+        for part in parts[:share]:
             whole = torch.tensor(bos + part)
             found.append(Window(domain, whole[:prefix], whole[prefix:]))
     return found

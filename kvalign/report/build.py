@@ -85,7 +85,7 @@ def build_report(
         "validation": {
             "dataset": config.validation.dataset,
             "domains": sorted(validation.domains),
-            "windows_per_domain": config.validation.windows,
+            "windows": len(validation.windows),
             "fingerprint": fingerprint(held_out),
         },
         "hardware": {
