@@ -11,8 +11,10 @@ from kvalign.errors import ConfigInvalid
 
 BUILTIN_DATASET = "builtin"
 
-_REPO = re.compile(r"^(?:[\w\-.]{1,96}/)?[\w\-.]{1,96}$", re.ASCII)
-_REVISION = re.compile(r"^(?!/)(?!.*\.\.)[\w\-./+]{1,128}$", re.ASCII)
+# Owner and name begin and end with a letter, a digit or '_', as the Hub's client demands.
+_NAME = r"\w(?:[\w\-.]{0,94}\w)?"
+_REPO = re.compile(rf"(?:{_NAME}/)?{_NAME}", re.ASCII)
+_REVISION = re.compile(r"(?!/)(?!.*\.\.)[\w\-./+]{1,128}", re.ASCII)
 
 Label = Annotated[str, Field(max_length=200)]
 
@@ -30,14 +32,14 @@ class _Section(BaseModel):
             if key not in cls.model_fields:
                 near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.5)
                 hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
-                raise ValueError(f"unknown key {ascii(str(key)[:80])}; {hint}")
+                raise ValueError(f"unknown key {str(key)[:80]!a}; {hint}")
         return data
 
 
 def _checked_repo(name: str) -> str:
-    if not _REPO.match(name) or ".." in name or "--" in name or name.endswith((".git", "-", ".")):
+    if not _REPO.fullmatch(name) or ".." in name or "--" in name or name.endswith(".git"):
         raise ValueError(
-            f"'{name[:200]}' is not a Hub repo name; write 'owner/name' with letters, digits, '-', '_' and '.'"
+            f"{name[:200]!a} is not a Hub repo name; write 'owner/name' with letters, digits, '-', '_' and '.'"
         )
     return name
 
@@ -53,8 +55,8 @@ class Source(_Section):
     @field_validator("revision")
     @classmethod
     def _checked_revision(cls, revision: str) -> str:
-        if not _REVISION.match(revision):
-            raise ValueError(f"'{revision[:200]}' is not a branch, tag or commit")
+        if not _REVISION.fullmatch(revision):
+            raise ValueError(f"{revision[:200]!a} is not a branch, tag or commit")
         return revision
 
 
