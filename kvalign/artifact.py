@@ -133,6 +133,7 @@ class Artifact:
     sink_tokens: int
     recent_tokens: int
     recommended_step: int
+    token_beta: float = 0.0
     curve: tuple[OperatingPoint, ...] = ()
     provenance: Mapping[str, Any] | None = None
 
@@ -168,6 +169,7 @@ class Artifact:
             sink_tokens=self.sink_tokens,
             recent_tokens=self.recent_tokens,
             recommended=self.recommended_step,
+            token_beta=self.token_beta,
             curve=self.curve,
             codec_id=self.codec_id,
         )
@@ -190,6 +192,7 @@ class Artifact:
             "sink_tokens": self.sink_tokens,
             "recent_tokens": self.recent_tokens,
             "recommended_step": self.recommended_step,
+            "token_beta": self.token_beta,
             "operating_points": [asdict(point) for point in self.curve],
             "provenance": dict(self.provenance or {}),
         }
@@ -248,6 +251,7 @@ def _assembled(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Arti
         sink_tokens=int(config["sink_tokens"]),
         recent_tokens=int(config["recent_tokens"]),
         recommended_step=int(config["recommended_step"]),
+        token_beta=float(config["token_beta"]),
         curve=tuple(OperatingPoint(**point) for point in config["operating_points"]),
         provenance=config.get("provenance"),
     )

@@ -27,9 +27,13 @@ from kvalign.errors import ConfigInvalid, PayloadInvalid
 from kvalign.geometry import KINDS, Kind, TokenSplit
 from kvalign.quantize import dequantize, quantize, step_size
 from kvalign.statistics import FeatureGroup
+from kvalign.watch import RecentQueries
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK_TOKENS = 128
+# Steps of single tokens shift in quarter octaves, by at most one and a half octaves towards finer.
+FINEST_SHIFT, COARSEST_SHIFT = -6, 8
+_SIXTEENTHS_A_SHIFT = 4
 _FLOAT16_SAFE = 60_000.0
 
 
@@ -54,6 +58,16 @@ class Transform:
         classes = (self.scales.astype(np.int32) - step + 2) >> 2
         return np.minimum(classes[classes >= LOWEST], CLASS_LIMIT).astype(np.int16)
 
+    def token_classes(self, step: int, shifts: NDArray[np.int8]) -> NDArray[np.int16]:
+        """Class of each token and component, [T, r]; r covers the finest token, and the others' rest is below LOWEST.
+
+        shifts   [T], of each token's step, in quarter octaves
+        """
+        finest = step + _SIXTEENTHS_A_SHIFT * int(shifts.min(initial=0))
+        coded = self.classes(finest).size
+        classes = ((self.scales[:coded].astype(np.int32) - step + 2) >> 2)[None, :] - shifts[:, None]
+        return np.minimum(classes, CLASS_LIMIT).astype(np.int16)
+
 
 @dataclass(frozen=True)
 class OperatingPoint:
@@ -74,6 +88,7 @@ class Codec:
     tables       symbol tables of all classes
     curve        operating points by rising step; may be empty while a codec is being fitted
     recommended  the step that encode takes when nothing is asked for
+    token_beta   how much finer the step of a token is that the last queries attend to; 0: one step for all
     codec_id     16 bytes; payloads name it, and no other codec reads them
     """
 
@@ -86,6 +101,7 @@ class Codec:
         sink_tokens: int,
         recent_tokens: int,
         recommended: int,
+        token_beta: float = 0.0,
         curve: Sequence[OperatingPoint] = (),
         codec_id: bytes = bytes(container.CODEC_ID_BYTES),
     ) -> None:
@@ -95,6 +111,7 @@ class Codec:
         self.sink_tokens = sink_tokens
         self.recent_tokens = recent_tokens
         self.recommended = recommended
+        self.token_beta = token_beta
         self.curve = tuple(sorted(curve, key=lambda point: point.step))
         self.codec_id = codec_id
 
@@ -106,6 +123,7 @@ class Codec:
         ratio: float | None = None,
         step: int | None = None,
         attention_mask: Tensor | None = None,
+        queries: RecentQueries | None = None,
     ) -> bytes:
         """The cache as bytes.
 
@@ -113,11 +131,12 @@ class Codec:
         max_kl, ratio   take the step that the stored curve gives for this mean KL in nats, or coded-token ratio
         step            take this step (sixteenths of an octave); with none of the three, the recommended one
         attention_mask  [B, T], zeros for left padding; default: no padding
+        queries         the prefix's last queries (watch.watch_queries): tokens that they attend to get a finer step
 
         Raises ConfigInvalid for a target outside the measured range, or padding that is not on the left;
         SourceUnsupported for a cache that is not this model's.
         """
-        payload = self._payload(cache, self._step(max_kl, ratio, step), attention_mask)
+        payload = self._payload(cache, self._step(max_kl, ratio, step), attention_mask, queries)
         return container.pack(payload)
 
     def decode(self, data: bytes, model: Any = None) -> DynamicCache:
@@ -183,13 +202,15 @@ class Codec:
 
     # ---- encoding
 
-    def _payload(self, cache: Any, step: int, attention_mask: Tensor | None) -> container.Payload:
+    def _payload(
+        self, cache: Any, step: int, attention_mask: Tensor | None, queries: RecentQueries | None
+    ) -> container.Payload:
         tensors = layer_tensors(cache)
         self._check_cache(tensors)
         first = tensors[0][0]
         verbatim_dtype = self._verbatim_dtype(tensors)
         rows = [
-            self._encode_row(cache, row, padding, step, verbatim_dtype)
+            self._encode_row(cache, row, padding, step, verbatim_dtype, queries)
             for row, padding in enumerate(_left_padding(attention_mask, first.shape[0], first.shape[2]))
         ]
         return container.Payload(
@@ -204,41 +225,65 @@ class Codec:
             rows=tuple(rows),
         )
 
-    def _encode_row(self, cache: Any, row: int, padding: int, step: int, verbatim_dtype: torch.dtype) -> container.Row:
+    def _encode_row(
+        self,
+        cache: Any,
+        row: int,
+        padding: int,
+        step: int,
+        verbatim_dtype: torch.dtype,
+        queries: RecentQueries | None,
+    ) -> container.Row:
         tensors = layer_tensors(cache)
         tokens = tensors[0][0].shape[2]
         split = TokenSplit.of(tokens - padding, self.sink_tokens, self.recent_tokens)
         body = slice(padding + split.sink, padding + split.sink + split.body)
-        verbatim = [range(padding, body.start), range(body.stop, tokens)]
-        kept = [token for part in verbatim for token in part]
-        symbols, classes = self._symbols(cache, row, body, padding, step)
+        kept = [*range(padding, body.start), *range(body.stop, tokens)]
+        shifts = self._shifts(tensors, row, body, padding, queries)
+        symbols, classes = self._symbols(cache, row, body, padding, step, shifts)
         blocks = []
         for start in range(0, split.body, BLOCK_TOKENS):
             part = slice(start, min(start + BLOCK_TOKENS, split.body))
-            data = self._coder.encode(symbols[part], np.broadcast_to(classes, symbols[part].shape))
-            raw_size = 2 * self.shape.geometry.values_per_token * (part.stop - part.start)
-            if len(data) < raw_size:
-                blocks.append(container.Block(data))
-            else:
+            block = container.Block(self._coder.encode(symbols[part], classes[part]), shifts=_shift_bytes(shifts[part]))
+            if len(block.stored) >= 2 * self.shape.geometry.values_per_token * (part.stop - part.start):
                 inside = list(range(body.start + part.start, body.start + part.stop))
-                blocks.append(container.Block(_raw(tensors, row, inside, verbatim_dtype), raw=True))
+                block = container.Block(_raw(tensors, row, inside, verbatim_dtype), raw=True)
+            blocks.append(block)
         return container.Row(padding, 0, _raw(tensors, row, kept, verbatim_dtype), tuple(blocks))
 
+    def _shifts(
+        self, tensors: list[tuple[Tensor, Tensor]], row: int, body: slice, padding: int, queries: RecentQueries | None
+    ) -> NDArray[np.int8]:
+        """Shift of each body token's step in quarter octaves, [T] int8: finer where the last queries look.
+
+        step_t = step 2^(-beta (log2 a_t - mean)), a_t the root mean square attention that token t receives.
+        """
+        received = [
+            found
+            for layer, (keys, _) in enumerate(tensors)
+            if queries and (found := queries.attention(layer, keys, row, padding)) is not None
+        ]
+        if not received or not self.token_beta or body.stop == body.start:
+            return np.zeros(body.stop - body.start, dtype=np.int8)
+        level = torch.stack(received).mean(0)[body].clamp_min(1e-20).log2() / 2
+        shift = -4 * self.token_beta * (level - level.mean())
+        return shift.round().clamp(FINEST_SHIFT, COARSEST_SHIFT).to(torch.int8).numpy()
+
     def _symbols(
-        self, cache: Any, row: int, body: slice, padding: int, step: int
+        self, cache: Any, row: int, body: slice, padding: int, step: int, shifts: NDArray[np.int8]
     ) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
-        """Symbols [T, r] of the body tokens over all groups side by side, and the class of each column [r]."""
+        """Symbols of the body tokens over all groups side by side, and their classes: [T, r] each."""
         positions = torch.arange(body.start, body.stop) - padding
-        size = torch.full((len(positions), 1), step_size(step))
+        sizes = _step_sizes(step, shifts)
         matrices = {kind: token_matrix(cache, kind, self.shape, row, body, positions).cpu() for kind in KINDS}
         symbols, classes = [], []
         for transform in self.transforms:
-            coded = transform.classes(step)
+            coded = transform.token_classes(step, shifts)
             x = matrices[transform.group.kind][:, transform.group.start : transform.group.stop]
-            y = (x - transform.mean) @ transform.analysis[:, : coded.size]
-            symbols.append(quantize(y, size))
+            y = (x - transform.mean) @ transform.analysis[:, : coded.shape[1]]
+            symbols.append(np.where(coded >= LOWEST, quantize(y, sizes).numpy(), 0))
             classes.append(coded)
-        return torch.cat(symbols, dim=1).numpy(), np.concatenate(classes)
+        return np.concatenate(symbols, axis=1), np.concatenate(classes, axis=1)
 
     def _verbatim_dtype(self, tensors: list[tuple[Tensor, Tensor]]) -> torch.dtype:
         """16-bit type of verbatim tokens: the cache's own, or for float32 the finest that holds its range."""
@@ -296,36 +341,42 @@ class Codec:
         self, payload: container.Payload, row: container.Row, split: TokenSplit, verbatim_dtype: torch.dtype
     ) -> dict[Kind, list[Tensor]]:
         """Body tokens as float32 keys (rotated) and values of each layer, [H, T, D]."""
-        classes = np.concatenate([transform.classes(payload.step) for transform in self.transforms])
-        symbols = np.zeros((split.body, classes.size), dtype=np.int32)
         spans = [
-            range(start, min(start + payload.block_tokens, split.body))
+            slice(start, min(start + payload.block_tokens, split.body))
             for start in range(0, split.body, payload.block_tokens)
         ]
+        shifts = np.zeros(split.body, dtype=np.int8)
+        for span, block in zip(spans, row.blocks, strict=True):
+            if block.shifts:
+                shifts[span] = np.frombuffer(block.shifts, dtype=np.int8)
+        if shifts.size and not FINEST_SHIFT <= shifts.min() <= shifts.max() <= COARSEST_SHIFT:
+            raise PayloadInvalid("A token's step in the payload is shifted out of bounds.", "Fetch the payload again.")
+        parts = [transform.token_classes(payload.step, shifts) for transform in self.transforms]
+        classes = np.concatenate(parts, axis=1)
+        symbols = np.zeros(classes.shape, dtype=np.int32)
         for span, block in zip(spans, row.blocks, strict=True):
             if not block.raw:
-                shape = (len(span), classes.size)
-                symbols[span.start : span.stop] = self._coder.decode(block.data, np.broadcast_to(classes, shape))
-        coded = self._synthesise(symbols, payload.step, row.position + split.sink, DTYPES[payload.dtype_code])
+                symbols[span] = self._coder.decode(block.data, np.ascontiguousarray(classes[span]))
+        widths = [part.shape[1] for part in parts]
+        sizes = _step_sizes(payload.step, shifts)
+        coded = self._synthesise(symbols, widths, sizes, row.position + split.sink, DTYPES[payload.dtype_code])
         for span, block in zip(spans, row.blocks, strict=True):
             if block.raw:
-                plain = self._from_raw(block.data, len(span), verbatim_dtype)
+                plain = self._from_raw(block.data, span.stop - span.start, verbatim_dtype)
                 for kind in KINDS:
                     for target, source in zip(coded[kind], plain[kind], strict=True):
-                        target[:, span.start : span.stop] = source
+                        target[:, span] = source
         return coded
 
     def _synthesise(
-        self, symbols: NDArray[np.int32], step: int, first_position: int, dtype: torch.dtype
+        self, symbols: NDArray[np.int32], widths: list[int], sizes: Tensor, first_position: int, dtype: torch.dtype
     ) -> dict[Kind, list[Tensor]]:
-        tokens = symbols.shape[0]
-        size = torch.full((tokens, 1), step_size(step))
-        positions = torch.arange(tokens) + first_position
+        """symbols [T, r], of which each transform takes its width of columns; sizes [T, 1]."""
+        positions = torch.arange(symbols.shape[0]) + first_position
         result: dict[Kind, list[Tensor]] = {kind: [] for kind in KINDS}
         column = 0
-        for transform in self.transforms:
-            coded = transform.classes(step).size
-            y = dequantize(torch.from_numpy(symbols[:, column : column + coded]), size)
+        for transform, coded in zip(self.transforms, widths, strict=True):
+            y = dequantize(torch.from_numpy(symbols[:, column : column + coded]), sizes)
             column += coded
             x = torch.addmm(transform.mean, y, transform.synthesis[:coded])
             start = 0
@@ -357,6 +408,15 @@ class Codec:
     @cached_property
     def _coder(self) -> BlockCoder:
         return BlockCoder(self.tables)
+
+
+def _step_sizes(step: int, shifts: NDArray[np.int8]) -> Tensor:
+    """Size of each token's step, [T, 1] float32."""
+    return torch.tensor([[step_size(step + _SIXTEENTHS_A_SHIFT * int(shift))] for shift in shifts]).view(-1, 1)
+
+
+def _shift_bytes(shifts: NDArray[np.int8]) -> bytes:
+    return shifts.tobytes() if shifts.any() else b""
 
 
 def _raw(tensors: list[tuple[Tensor, Tensor]], row: int, tokens: list[int], dtype: torch.dtype) -> bytes:

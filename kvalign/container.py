@@ -5,7 +5,6 @@ header | row table | block table | checksum of all before | verbatim of each row
 
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvalign.errors import PayloadInvalid
@@ -19,6 +18,8 @@ _ROW = struct.Struct("<IIQI")
 _BLOCK = struct.Struct("<II")
 _CHECKSUM = struct.Struct("<I")
 _RAW_FLAG = 1 << 31
+_SHIFTED_FLAG = 1 << 30
+_SIZE_MASK = _SHIFTED_FLAG - 1
 _MAX_ROWS = 1 << 16
 _MAX_TOKENS = 1 << 26
 _FETCH_AGAIN = "Fetch the payload again, or encode the cache again."
@@ -42,10 +43,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Block:
-    """Coded body tokens; raw when coding would not have made them smaller."""
+    """Coded body tokens.
+
+    raw      16 bits a number, because coding would not have made them smaller
+    shifts   signed byte for each token: its step's shift in quarter octaves; empty when no token's step is shifted
+    """
 
     data: bytes
     raw: bool = False
+    shifts: bytes = b""
+
+    @property
+    def stored(self) -> bytes:
+        return self.shifts + self.data
 
 
 @dataclass(frozen=True)
@@ -95,12 +105,10 @@ def pack(payload: Payload) -> bytes:
     rows = b"".join(
         _ROW.pack(row.padding, len(row.blocks), row.position, zlib.crc32(row.verbatim)) for row in payload.rows
     )
-    lengths = b"".join(
-        _BLOCK.pack(len(block.data) | (_RAW_FLAG if block.raw else 0), zlib.crc32(block.data)) for block in blocks
-    )
+    lengths = b"".join(_BLOCK.pack(len(block.stored) | _flags(block), zlib.crc32(block.stored)) for block in blocks)
     table = head + rows + lengths
     verbatim = b"".join(row.verbatim for row in payload.rows)
-    data = b"".join(block.data for block in blocks)
+    data = b"".join(block.stored for block in blocks)
     return table + _CHECKSUM.pack(zlib.crc32(table)) + verbatim + data
 
 
@@ -133,13 +141,14 @@ def unpack(data: bytes, *, values_per_token: int) -> Payload:
         reader.checked(2 * values_per_token * shape.verbatim(padding, blocks), crc)
         for padding, blocks, _, crc in row_fields
     ]
-    coded = (Block(reader.checked(size & ~_RAW_FLAG, crc), bool(size & _RAW_FLAG)) for size, crc in block_fields)
-    rows = tuple(
-        Row(padding, position, kept, tuple(_first(coded, blocks)))
-        for (padding, blocks, position, _), kept in zip(row_fields, verbatim, strict=True)
-    )
+    rows = []
+    for (padding, blocks, position, _), kept in zip(row_fields, verbatim, strict=True):
+        entries, block_fields = block_fields[:blocks], block_fields[blocks:]
+        held = shape.block_sizes(padding, blocks)
+        coded = [_block(reader, size, block_crc, n) for (size, block_crc), n in zip(entries, held, strict=True)]
+        rows.append(Row(padding, position, kept, tuple(coded)))
     reader.finish()
-    return Payload(codec_id, dtype, verbatim_dtype, step, block_tokens, tokens, sink, recent, rows)
+    return Payload(codec_id, dtype, verbatim_dtype, step, block_tokens, tokens, sink, recent, tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,24 @@ class _TokenShape:
                 "A row of the payload has another number of blocks than its tokens need.", _FETCH_AGAIN
             )
         return kept
+
+    def block_sizes(self, padding: int, blocks: int) -> list[int]:
+        """Tokens of each block of a row."""
+        held = self.tokens - padding
+        body = held - min(held, self.sink_tokens + self.recent_tokens)
+        return [min(self.block_tokens, body - index * self.block_tokens) for index in range(blocks)]
+
+
+def _flags(block: Block) -> int:
+    return (_RAW_FLAG if block.raw else 0) | (_SHIFTED_FLAG if block.shifts else 0)
+
+
+def _block(reader: "_Reader", size_and_flags: int, crc: int, tokens: int) -> Block:
+    data = reader.checked(size_and_flags & _SIZE_MASK, crc)
+    shifted = tokens if size_and_flags & _SHIFTED_FLAG else 0
+    if shifted > len(data):
+        raise PayloadInvalid("A block of the payload is shorter than its token shifts.", _FETCH_AGAIN)
+    return Block(data[shifted:], bool(size_and_flags & _RAW_FLAG), data[:shifted])
 
 
 class _Reader:
@@ -186,7 +213,3 @@ class _Reader:
     def finish(self) -> None:
         if self.at != len(self._data):
             raise PayloadInvalid(f"The payload has {len(self._data) - self.at:,} bytes too many.", _FETCH_AGAIN)
-
-
-def _first(items: Iterator[Block], count: int) -> list[Block]:
-    return [next(items) for _ in range(count)]

@@ -12,6 +12,7 @@ from kvalign.accounting import PayloadSizes
 from kvalign.capture import cache_argument, run
 from kvalign.codec import Codec
 from kvalign.errors import ConfigInvalid
+from kvalign.watch import watch_queries
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,9 @@ def continue_prompt(
     if tokens.shape[1] < 2:
         raise ConfigInvalid("The prompt has fewer than two tokens.", "Give a longer prompt.")
     # generate wants at least one token that the cache does not hold yet.
-    _, cache = run(model, tokens[:, :-1], logits_to_keep=1)
-    data = codec.encode(cache, **target)
+    with watch_queries(model) as queries:
+        _, cache = run(model, tokens[:, :-1], logits_to_keep=1)
+    data = codec.encode(cache, queries=queries, **target)
     sizes = codec.sizes(data)
     text = _generate(model, tokenizer, tokens, codec.decode(data, model), max_new_tokens)
     plain = _generate(model, tokenizer, tokens, cache, max_new_tokens) if side_by_side else None

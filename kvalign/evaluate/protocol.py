@@ -16,6 +16,7 @@ from kvalign.accounting import PayloadSizes
 from kvalign.capture import layer_tensors, run
 from kvalign.evaluate.metrics import Divergence, divergence
 from kvalign.text import Window
+from kvalign.watch import RecentQueries, watch_queries
 
 FLOOR_LIMIT = 1e-6
 
@@ -23,8 +24,11 @@ FLOOR_LIMIT = 1e-6
 class CacheCoder(Protocol):
     """What a codec or a baseline looks like to the protocol."""
 
-    def __call__(self, cache: DynamicCache) -> tuple[DynamicCache, PayloadSizes]:
-        """The cache after a round trip through stored bytes, and what they took."""
+    def __call__(self, cache: DynamicCache, queries: RecentQueries) -> tuple[DynamicCache, PayloadSizes]:
+        """The cache after a round trip through stored bytes, and what they took.
+
+        queries   the prefix's last queries, for coders that look at them
+        """
         ...
 
 
@@ -42,12 +46,14 @@ class PreparedWindow:
     """One window with what the uncompressed model makes of it: computed once, scored many times.
 
     cache      after the prefix, uncompressed
+    queries    the prefix's last ones
     reference  [T, vocab] logits over the continuation
     floor_kl   KL of the uncompressed model against itself by the same route
     """
 
     window: Window
     cache: DynamicCache
+    queries: RecentQueries
     reference: Tensor
     floor_kl: float
 
@@ -56,17 +62,18 @@ class PreparedWindow:
 def prepare(model: Any, windows: Sequence[Window]) -> Iterator[PreparedWindow]:
     """One prefix pass and two continuation passes a window."""
     for window in windows:
-        _, cache = run(model, window.prefix[None], logits_to_keep=1)
+        with watch_queries(model) as queries:
+            _, cache = run(model, window.prefix[None], logits_to_keep=1)
         reference = continuation_logits(model, cache, window)
         again = continuation_logits(model, _copied(cache), window)
         floor = divergence(reference, again, _targets(window)).kl.mean()
-        yield PreparedWindow(window, cache, reference, float(floor))
+        yield PreparedWindow(window, cache, queries, reference, float(floor))
 
 
 @torch.no_grad()
 def try_coder(model: Any, prepared: PreparedWindow, coder: CacheCoder) -> Trial:
     """Score one coder on one window: one round trip and one continuation pass."""
-    decoded, sizes = coder(prepared.cache)
+    decoded, sizes = coder(prepared.cache, prepared.queries)
     measured = continuation_logits(model, decoded, prepared.window)
     scored = divergence(prepared.reference, measured, _targets(prepared.window))
     return Trial(prepared.window.domain, scored, sizes)

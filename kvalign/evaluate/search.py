@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import DynamicCache
+
 from kvalign import accounting
 from kvalign.accounting import PayloadSizes
 from kvalign.codec import Codec, OperatingPoint
@@ -12,6 +14,7 @@ from kvalign.errors import ConfigInvalid
 from kvalign.evaluate.metrics import Divergence, Summary, summarise
 from kvalign.evaluate.protocol import PreparedWindow, Trial, try_coder
 from kvalign.geometry import Geometry
+from kvalign.watch import RecentQueries
 
 _ROUNDS = 10
 # Slopes of the logarithms over one sixteenth of an octave of step, near where codecs work; secants replace them.
@@ -69,8 +72,8 @@ def measure(
 ) -> Measurement:
     """Protocol R at one step on every window."""
 
-    def coder(cache: Any) -> tuple[Any, PayloadSizes]:
-        data = codec.encode(cache, step=step)
+    def coder(cache: DynamicCache, queries: RecentQueries) -> tuple[DynamicCache, PayloadSizes]:
+        data = codec.encode(cache, step=step, queries=queries)
         return codec.decode(data), codec.sizes(data)
 
     trials = []

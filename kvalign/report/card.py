@@ -77,12 +77,7 @@ cache = codec.decode(blob, model)     # ready to go on generating
 def _quality(report: dict[str, Any]) -> str:
     quality = report["quality"]
     rows = [("all", quality["overall"]), *quality["domains"].items()]
-    table = "\n".join(
-        f"| {escape(name)} | {found['ratio']:.2f} | {found['kl_mean']:.4f}"
-        f" ({found['kl_low']:.4f} to {found['kl_high']:.4f}) | {found['kl_p99']:.3f} | {found['kl_max']:.3f} | {100 * found['top1']:.1f} % | {found['nll_delta']:+.4f}"
-        f" | {found['windows']} |"
-        for name, found in rows
-    )
+    table = "\n".join(_quality_row(name, found) for name, found in rows)
     points = "\n".join(
         f"| {point['step']}{' (recommended)' if point['step'] == report['codec']['recommended_step'] else ''}"
         f" | {point['ratio']:.2f} | {point['kl_mean']:.4f} | {point['kl_p99']:.3f} | {100 * point['top1']:.1f} % |"
@@ -96,7 +91,7 @@ read back, and the next {quality["continuation_tokens"]} tokens are scored on wh
 {codec["sink_tokens"]} and the last {codec["recent_tokens"]} tokens of the prefix stay in 16 bit. The uncompressed
 model against itself by the same route: KL {report["summary"]["floor_kl"]:.1g} nats.
 
-| text | ratio of coded tokens | mean KL, nats (95 % interval) | 99th percentile | largest | top-1 | NLL, nats | windows |
+| text | ratio of coded tokens | KL, nats (95 % interval) | 99th percentile | largest | top-1 | NLL, nats | windows |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 {table}
 
@@ -106,6 +101,20 @@ One artifact serves every ratio; the step is chosen when a cache is encoded:
 | --- | --- | --- | --- | --- |
 {points}
 """
+
+
+def _quality_row(name: str, found: dict[str, Any]) -> str:
+    cells = [
+        escape(name),
+        f"{found['ratio']:.2f}",
+        f"{found['kl_mean']:.4f} ({found['kl_low']:.4f} to {found['kl_high']:.4f})",
+        f"{found['kl_p99']:.3f}",
+        f"{found['kl_max']:.3f}",
+        f"{100 * found['top1']:.1f} %",
+        f"{found['nll_delta']:+.4f}",
+        str(found["windows"]),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def _sizes(report: dict[str, Any]) -> str:
