@@ -200,7 +200,7 @@ class _Attempt:
                     job_id=self._job.id,
                     message=f"Convert {source.repo} with kvalign",
                     on_bytes=self._on_bytes(Stage.PUBLISH),
-                    before_create=self._lease.begin_target,
+                    before_create=lambda: insist(self._lease.begin_target, self._lease.lease_s),
                     before_commit=self._watch.confirm,
                     created=begun,
                 )

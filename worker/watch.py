@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from kvalign.errors import Canceled, KvalignError, TimeLimit
-from worker.database import AWAY
+from worker.database import AWAY, insist
 from worker.jobs import JobState
 from worker.leases import Lease, LeaseLost
 
@@ -69,15 +69,16 @@ class Watch:
     def confirm(self) -> None:
         """Look now, and renew now: before something that cannot be undone."""
         self.recall()
-        self._lease.renew()
-        if self._lease.state() == JobState.CANCELLING:
+        insist(self._lease.renew, self._lease.lease_s)
+        if insist(self._lease.state, self._lease.lease_s) == JobState.CANCELLING:
             raise Canceled("The job was canceled.")
 
     def during(self, call: Callable[[], T]) -> T:
         """Run something that blocks, on a thread, and go on checking; returns what it returns.
 
-        When check() raises, the call has GRACE_S to end by its next recall() and to clean up; one that hangs
-        is left behind, and ends with this process, which takes no further job.
+        When check() raises, the call has GRACE_S to end by its next recall() and to clean up. One that comes to
+        its end instead has happened, and counts: the next check() raises. One that hangs is left behind, and ends
+        with this process, which takes no further job.
         """
         outcome: Future[T] = Future()
         threading.Thread(target=_settle, args=(outcome, call), name="transfer", daemon=True).start()
@@ -85,8 +86,9 @@ class Watch:
             while not wait([outcome], timeout=_POLL_S).done:
                 self.check()
         except KvalignError:
-            wait([outcome], timeout=GRACE_S)
-            raise
+            ended = wait([outcome], timeout=GRACE_S).done
+            if not ended or outcome.exception() is not None:
+                raise
         return outcome.result()
 
     def _check(self) -> None:

@@ -298,6 +298,19 @@ def test_a_watch_leaves_a_call_that_hangs(store: JobStore, monkeypatch: pytest.M
     release.set()
 
 
+def test_a_call_that_ends_while_it_is_told_to_stop_has_happened(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit that was on its way when the owner canceled: the job has published, and must say so."""
+    monkeypatch.setattr(watch_module, "LOOK_EVERY_S", 0.0)
+    job = submit(store)
+    watch = watching(claim(store))
+    store.request_cancel(job.id, tenant="alice")
+    assert watch.during(lambda: time.sleep(0.5) or 7) == 7
+    with pytest.raises(Canceled):
+        watch.check()
+
+
 def test_a_watched_call_returns_and_raises(store: JobStore) -> None:
     submit(store)
     watch = watching(claim(store))

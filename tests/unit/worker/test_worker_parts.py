@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvalign.errors import KvalignError, QualityGate
+from kvalign.stages import StageProgress
 from worker.artifact_files import files_to_publish, report_files
 from worker.child import StageReporter, explain
 from worker.cli import worker
@@ -196,23 +196,15 @@ def test_every_failure_of_a_child_has_a_code(error: BaseException, code: str) ->
     assert message.remedy
 
 
-@dataclass(frozen=True)
-class StageProgress:
-    stage: str
-    done: int
-    total: int
-    unit: str
-
-
 def test_stages_are_told_apart_and_timed() -> None:
     said: list[Message] = []
     now = 0.0
     reporter = StageReporter(said.append, clock=lambda: now)
     for i in range(101):
         now = i / 100
-        reporter.progress(StageProgress("calibrate", i, 100, "tokens"))  # type: ignore[arg-type]
+        reporter.progress(StageProgress("calibrate", i, 100, "tokens"))
     now = 3.0
-    reporter.progress(StageProgress("align", 0, 1, ""))  # type: ignore[arg-type]
+    reporter.progress(StageProgress("align", 0, 1, ""))
     now = 4.0
     reporter.finish()
     reporter.finish()
@@ -227,7 +219,7 @@ def test_stages_are_told_apart_and_timed() -> None:
 
 def test_a_long_unit_stops_no_conversion() -> None:
     said: list[Message] = []
-    StageReporter(said.append).progress(StageProgress("fit", 1, 2, "windows at step " * 9))  # type: ignore[arg-type]
+    StageReporter(said.append).progress(StageProgress("fit", 1, 2, "windows at step " * 9))
     [message] = said
     assert isinstance(message, ProgressMessage)
     assert message.unit.startswith("windows at step")
