@@ -77,9 +77,10 @@ class Bars:
 
 
 class Lines:
-    """One line for each state and stage, and one for every tenth of a stage."""
+    """One line for each state and stage, and one for every tenth of a stage; on stderr if `err`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, err: bool = False) -> None:
+        self._err = err
         self._shown = ("", 0.0)
 
     def __enter__(self) -> "Lines":
@@ -98,7 +99,7 @@ class Lines:
                 return
             self._shown = (stage, percent)
         if line := plain_line(event):
-            click.echo(f"{_clock(event)} {line}")
+            click.echo(f"{_clock(event)} {line}", err=self._err)
 
 
 class JsonLines:
@@ -153,7 +154,7 @@ def _reason(data: dict[str, object]) -> str:
 def _amount(done: int, total: int, unit: str) -> str:
     if unit == "bytes":
         return f"{_megabytes(done)} of {_megabytes(total)} MB" if total else f"{_megabytes(done)} MB"
-    return f"{done} of {total} {unit}" if total else f"{done} {unit}"
+    return (f"{done} of {total} {unit}" if total else f"{done} {unit}").rstrip()
 
 
 def _megabytes(size_bytes: int) -> str:
