@@ -71,7 +71,7 @@ def read_documents(path: Path) -> list[Document]:
             raise DatasetInvalid(f"{file.name} is larger than {_MAX_DATASET_BYTES:,} bytes.", "Give a smaller file.")
         try:
             documents += readers[file.suffix](file)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DatasetInvalid(
                 f"{file.name} cannot be read: {str(error)[:200]}", "Give UTF-8 text, JSON lines or Parquet."
             ) from error
@@ -105,8 +105,10 @@ def evaluation_windows(
 ) -> list[Window]:
     """`windows` windows in all, spread evenly over the domains, each within one document while those are long enough.
 
-    Raises DatasetInvalid when a domain is too short.
+    Raises DatasetInvalid when a domain is too short, or there is none.
     """
+    if not documents:
+        raise DatasetInvalid("The validation text is empty.", "Name a dataset with text in it.")
     bos = _opening(tokenizer)
     length = prefix + continuation - len(bos)
     found = []
