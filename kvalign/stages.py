@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _FINISHED = "finished.json"
+# Raised when what a stage leaves changes its form: folders of another form are not read.
+_FORM = 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Stages:
     def __init__(self, folder: Path, on_progress: Callable[[StageProgress], None], root_inputs: Any) -> None:
         self._folder = folder
         self._on_progress = on_progress
-        self._key = _hashed("", root_inputs)
+        self._key = _hashed("", [_FORM, metadata.version("kvalign"), root_inputs])
         self.seconds: dict[str, float] = {}
 
     def run(self, stage: str, inputs: Any, make: Callable[[Path], None], load: Callable[[Path], T]) -> Callable[[], T]:

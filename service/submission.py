@@ -25,8 +25,18 @@ def submit_job(
     Raises ConfigInvalid, the errors of the source, the target and the Hub, IdempotencyConflict, QuotaExceeded.
     """
     check_config(config)
+    known = wiring.store.earlier(caller.tenant, config, source_commit=None, idempotency_key=idempotency_key)
+    if known is not None:
+        return _found(known)
     # Disk and memory are the worker's to judge, which may be another machine.
-    source, _ = preflight(wiring.hub(caller.token), config).passed()
+    checked = preflight(wiring.hub(caller.token), config)
+    if checked.source is not None:
+        # A job that is publishing already holds the target: a repeat of its request is that job, not a conflict.
+        commit = checked.source.commit
+        twin = wiring.store.earlier(caller.tenant, config, source_commit=commit, idempotency_key=idempotency_key)
+        if twin is not None:
+            return _found(twin)
+    source, _ = checked.passed()
     submission = wiring.store.submit(
         caller.tenant,
         config,
@@ -34,7 +44,9 @@ def submit_job(
         token=caller.token,
         idempotency_key=idempotency_key,
     )
-    _note("job submitted" if submission.created else "job found for a repeated request", submission.job)
+    if not submission.created:
+        return _found(submission.job)
+    _note("job submitted", submission.job)
     return submission
 
 
@@ -68,6 +80,11 @@ def check_config(config: ConversionConfig) -> None:
                 f"labels: {key!r} has no name, a '=' in it, or characters that cannot be printed.",
                 "Give labels a printable name without '=', and a printable value.",
             )
+
+
+def _found(job: Job) -> Submission:
+    _note("job found for a repeated request", job)
+    return Submission(job, created=False)
 
 
 def _note(what: str, job: Job) -> None:

@@ -248,6 +248,21 @@ class JobStore:
         with self.database.read() as session:
             session.execute(select(1))
 
+    def earlier(
+        self, tenant: str, config: ConversionConfig, *, source_commit: str | None, idempotency_key: str | None
+    ) -> Job | None:
+        """The job that submit would find instead of storing a new one; None when it would store one.
+
+        source_commit  None while it is not known: only the key is looked at
+        Raises IdempotencyConflict.
+        """
+        body = config.model_dump(mode="json")
+        with self.database.read() as session:
+            row = _earlier_answer(session, tenant, idempotency_key, body)
+            if row is None and source_commit is not None:
+                row = _alive_twin(session, _identity(tenant, body, source_commit))
+            return job_of(row) if row is not None else None
+
     def _check_quota(self, session: Session, tenant: str) -> None:
         alive = session.scalar(select(func.count()).where(JobRow.tenant == tenant, JobRow.state.in_(ALIVE)))
         if (alive or 0) >= self._alive_limit:

@@ -75,7 +75,7 @@ def empty_postgresql(postgresql_url: str) -> str:
 @pytest.fixture(scope="session")
 def postgresql_url() -> Iterator[str]:
     """A PostgreSQL of this session's own; where none is installed, its tests are skipped, and fail in CI."""
-    server = shutil.which("postgres")
+    server = shutil.which("postgres") or _debian_postgres()
     if server is None:
         if os.environ.get("CI"):
             pytest.fail("no PostgreSQL is installed")
@@ -101,6 +101,12 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def _debian_postgres() -> str | None:
+    """Debian keeps the server off PATH, in a folder for each version."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+    return str(found[-1]) if found else None
 
 
 def _running_postgresql(server: Path, folder: Path) -> Iterator[str]:

@@ -79,6 +79,19 @@ def test_an_idempotency_key_leads_to_its_first_answer(service_api: Api) -> None:
         refused(client.post("/v1/jobs", json=body(name), headers={"Idempotency-Key": "a b"}), 422, "request_invalid")
 
 
+def test_a_repeat_is_its_job_although_the_target_is_there_by_now(service_api: Api, service_hub: DevHub) -> None:
+    name, key = target(), {"Idempotency-Key": "key-while-publishing"}
+    with service_api.client() as client:
+        first = client.post("/v1/jobs", json=body(name), headers=key).json()
+        service_hub.api(ALICE).create_repo(name)  # as the publish stage does
+        for headers in ({}, key):
+            again = client.post("/v1/jobs", json=body(name), headers=headers)
+            assert (again.status_code, again.json()["id"]) == (200, first["id"])
+        client.post(f"/v1/jobs/{first['id']}/cancel")
+        refused(client.post("/v1/jobs", json=body(name)), 409, "target_exists")
+        assert client.post("/v1/jobs", json=body(name), headers=key).json()["id"] == first["id"]
+
+
 def test_a_token_is_asked_for_and_checked(service_api: Api) -> None:
     with service_api.client(None) as client:
         answer = client.get("/v1/jobs")
