@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from huggingface_hub import HfApi
 from service_harness import ALICE, BOB, READER, Api, DevHub, body, config
 
 from worker.jobs import Progress, Stage
@@ -83,7 +84,7 @@ def test_a_repeat_is_its_job_although_the_target_is_there_by_now(service_api: Ap
     name, key = target(), {"Idempotency-Key": "key-while-publishing"}
     with service_api.client() as client:
         first = client.post("/v1/jobs", json=body(name), headers=key).json()
-        service_hub.api(ALICE).create_repo(name)  # as the publish stage does
+        HfApi(service_hub.url, token=ALICE).create_repo(name)  # as the publish stage does
         for headers in ({}, key):
             again = client.post("/v1/jobs", json=body(name), headers=headers)
             assert (again.status_code, again.json()["id"]) == (200, first["id"])
