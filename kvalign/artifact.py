@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +26,8 @@ from kvalign.codec import Codec, OperatingPoint, Transform
 from kvalign.container import CODEC_ID_BYTES
 from kvalign.entropy.classes import Tables
 from kvalign.errors import ArtifactInvalid
-from kvalign.geometry import Geometry
+from kvalign.geometry import KINDS, Geometry
+from kvalign.quantize import STEP_LIMIT
 from kvalign.rope import Pairing, Rope
 from kvalign.statistics import FeatureGroup
 
@@ -34,6 +35,9 @@ SCHEMA_VERSION = 1
 CONFIG_NAME = "kvalign_config.json"
 TENSORS_NAME = "kvalign_codec.safetensors"
 _MAX_CONFIG_BYTES = 16 * 1024**2
+_MAX_VERBATIM_TOKENS = 1 << 26
+_MAX_TOKEN_BETA = 4.0
+_MAX_MEASURED = 1e9
 _CONVERT_AGAIN = "Pull the artifact again, or convert the model again."
 
 
@@ -152,11 +156,15 @@ class Artifact:
             tensors[f"scales.{name}"] = torch.from_numpy(stored.scales)
             for offset, weight in enumerate(stored.weights):
                 tensors[f"weights.{stored.group.kind}.{stored.group.first_layer + offset}"] = weight.contiguous()
-        return save(tensors, metadata={"format": "kvalign", "schema_version": str(SCHEMA_VERSION)})
+        # One entry only: safetensors writes several in an order of chance.
+        return save(tensors, metadata={"format": f"kvalign-{SCHEMA_VERSION}"})
 
     @property
     def codec_id(self) -> bytes:
-        return hashlib.sha256(self.tensor_bytes).digest()[:CODEC_ID_BYTES]
+        """A hash of all that a payload's meaning depends on: the tensors, and what the config says of their use."""
+        digest = hashlib.sha256(self.tensor_bytes)
+        digest.update(json.dumps(self._layout(), sort_keys=True).encode())
+        return digest.digest()[:CODEC_ID_BYTES]
 
     def with_curve(self, curve: Sequence[OperatingPoint], recommended_step: int) -> "Artifact":
         return replace(self, curve=tuple(curve), recommended_step=recommended_step)
@@ -186,15 +194,21 @@ class Artifact:
             "kvalign_version": metadata.version("kvalign"),
             "codec_id": self.codec_id.hex(),
             "base": self.base.to_json(),
-            "geometry": self.shape.geometry.to_json(),
-            "ropes": [{"pairing": rope.pairing, "scaling": rope.scaling} for rope in self.shape.ropes],
-            "groups": [{**asdict(stored.group), "rank": int(stored.directions.shape[1])} for stored in self.groups],
+            **self._layout(),
             "sink_tokens": self.sink_tokens,
             "recent_tokens": self.recent_tokens,
             "recommended_step": self.recommended_step,
             "token_beta": self.token_beta,
             "operating_points": [asdict(point) for point in self.curve],
             "provenance": dict(self.provenance or {}),
+        }
+
+    def _layout(self) -> dict[str, Any]:
+        """How the tensors are used."""
+        return {
+            "geometry": self.shape.geometry.to_json(),
+            "ropes": [{"pairing": rope.pairing, "scaling": rope.scaling} for rope in self.shape.ropes],
+            "groups": [{**asdict(stored.group), "rank": int(stored.directions.shape[1])} for stored in self.groups],
         }
 
 
@@ -207,7 +221,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ArtifactInvalid(f"{CONFIG_NAME} is larger than {_MAX_CONFIG_BYTES:,} bytes.", _CONVERT_AGAIN)
     try:
         config = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactInvalid(f"{CONFIG_NAME} is not JSON: {str(error)[:200]}.", _CONVERT_AGAIN) from error
     if not isinstance(config, dict) or config.get("schema_version") != SCHEMA_VERSION:
         found = config.get("schema_version") if isinstance(config, dict) else None
@@ -226,12 +240,16 @@ def load_artifact(folder: Path) -> Artifact:
         artifact = _assembled(config, tensors)
     except OSError as error:
         raise ArtifactInvalid(f"{TENSORS_NAME} cannot be read.", _CONVERT_AGAIN) from error
-    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError, IndexError) as error:
+    except KeyError as error:
+        raise ArtifactInvalid(f"The artifact lacks {str(error)[:200]}.", _CONVERT_AGAIN) from error
+    except (SafetensorError, ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
         raise ArtifactInvalid(f"The artifact's parts do not fit: {str(error)[:200]}.", _CONVERT_AGAIN) from error
-    if hashlib.sha256(data).digest()[:CODEC_ID_BYTES].hex() != config.get("codec_id"):
-        raise ArtifactInvalid(f"{TENSORS_NAME} does not match the codec_id in {CONFIG_NAME}.", _CONVERT_AGAIN)
-    # The id of the bytes as they were read, whatever order this version would write them in.
+    # The bytes as they were read, whatever order this version would write them in.
     artifact.__dict__["tensor_bytes"] = data
+    if artifact.codec_id.hex() != config.get("codec_id"):
+        raise ArtifactInvalid(
+            f"The codec_id in {CONFIG_NAME} is not that of {TENSORS_NAME} and the layout beside it.", _CONVERT_AGAIN
+        )
     return artifact
 
 
@@ -241,20 +259,40 @@ def _assembled(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Arti
     if len(ropes) != len(geometry.layers):
         raise ValueError("ropes and geometry differ in layers")
     groups = tuple(_stored_group(item, tensors, geometry) for item in config["groups"])
-    if sum(stored.group.width for stored in groups) != geometry.values_per_token:
-        raise ValueError("the groups do not cover the geometry")
+    covered = [
+        (part.kind, layer) for part in (s.group for s in groups) for layer in range(part.first_layer, part.end_layer)
+    ]
+    if covered != [(kind, layer) for kind in KINDS for layer in range(len(geometry.layers))]:
+        raise ValueError("the groups are not the keys of each layer in turn, then the values")
     return Artifact(
         base=BaseModel.from_json(config["base"]),
         shape=CacheShape(geometry, ropes),
         groups=groups,
         tables=Tables(tensors["tables"].numpy().astype(np.uint16)),
-        sink_tokens=int(config["sink_tokens"]),
-        recent_tokens=int(config["recent_tokens"]),
-        recommended_step=int(config["recommended_step"]),
-        token_beta=float(config["token_beta"]),
-        curve=tuple(OperatingPoint(**point) for point in config["operating_points"]),
+        sink_tokens=_number(config, "sink_tokens", 0, _MAX_VERBATIM_TOKENS),
+        recent_tokens=_number(config, "recent_tokens", 0, _MAX_VERBATIM_TOKENS),
+        recommended_step=_number(config, "recommended_step", -STEP_LIMIT, STEP_LIMIT),
+        token_beta=_number(config, "token_beta", 0.0, _MAX_TOKEN_BETA),
+        curve=tuple(_operating_point(item) for item in config["operating_points"]),
         provenance=config.get("provenance"),
     )
+
+
+N = TypeVar("N", int, float)
+
+
+def _number(config: Mapping[str, Any], name: str, low: N, high: N) -> N:
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int if isinstance(low, int) else (int, float)):
+        raise TypeError(f"{name} is {str(value)[:40]!r}, not a number")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}, outside {low} to {high}")
+    return type(low)(value)
+
+
+def _operating_point(item: Mapping[str, Any]) -> OperatingPoint:
+    measured = {name: _number(item, name, 0.0, _MAX_MEASURED) for name in ("ratio", "kl_mean", "kl_p99", "top1")}
+    return OperatingPoint(step=_number(item, "step", -STEP_LIMIT, STEP_LIMIT), **measured)
 
 
 def _rope(item: Mapping[str, Any], inv_freq: Tensor | None) -> Rope:
@@ -271,6 +309,11 @@ def _rope(item: Mapping[str, Any], inv_freq: Tensor | None) -> Rope:
 def _stored_group(item: Mapping[str, Any], tensors: Mapping[str, Tensor], geometry: Geometry) -> StoredGroup:
     fields = {key: item[key] for key in ("kind", "first_layer", "end_layer", "start", "stop")}
     group = FeatureGroup(**fields)
+    if not 0 <= group.first_layer < group.end_layer <= len(geometry.layers):
+        raise ValueError(f"group {str(group.name)[:40]} is outside the geometry")
+    offsets = geometry.offsets(group.kind)
+    if (group.start, group.stop) != (offsets[group.first_layer], offsets[group.end_layer]):
+        raise ValueError(f"group {group.name} takes other features than its layers have")
     name, rank = group.name, int(item["rank"])
     layers = geometry.layers[group.first_layer : group.end_layer]
     weights = tuple(tensors[f"weights.{group.kind}.{group.first_layer + i}"].float() for i in range(len(layers)))
@@ -288,7 +331,12 @@ def _stored_group(item: Mapping[str, Any], tensors: Mapping[str, Tensor], geomet
             raise ValueError(f"a tensor of group {name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
         if dtype == torch.float32 and not torch.isfinite(tensor).all():
             raise ValueError(f"a tensor of group {name} is not finite")
+    for weight in weights:
+        if torch.linalg.cholesky_ex(weight).info.any():
+            raise ValueError(f"a head weight of group {name} is not positive definite")
     mean, directions, scale, scales = (tensor for tensor, _, _ in expected[:4])
+    if (scales[1:] > scales[:-1]).any():
+        raise ValueError(f"the scales of group {name} do not fall")
     return StoredGroup(group, mean, weights, directions, scale, scales.numpy())
 
 

@@ -25,7 +25,7 @@ from kvalign.entropy.classes import LOWEST, Tables
 from kvalign.entropy.rans import CLASS_LIMIT, BlockCoder
 from kvalign.errors import ConfigInvalid, PayloadInvalid
 from kvalign.geometry import KINDS, Kind, TokenSplit
-from kvalign.quantize import dequantize, quantize, step_size
+from kvalign.quantize import LARGEST_SYMBOL, STEP_LIMIT, dequantize, quantize, step_size
 from kvalign.statistics import FeatureGroup
 from kvalign.watch import RecentQueries
 
@@ -171,7 +171,7 @@ class Codec:
         return PayloadSizes(
             coded=sum(len(block.data) for row in payload.rows for block in row.blocks),
             verbatim=sum(len(row.verbatim) for row in payload.rows),
-            side_info=payload.table_bytes,
+            side_info=payload.table_bytes + sum(len(block.shifts) for row in payload.rows for block in row.blocks),
             body_tokens=body,
             verbatim_tokens=held - body,
         )
@@ -180,6 +180,8 @@ class Codec:
         if sum(choice is not None for choice in (max_kl, ratio, step)) > 1:
             raise ConfigInvalid("More than one of max_kl, ratio and step was given.", "Give at most one.")
         if step is not None:
+            if abs(step) > STEP_LIMIT:
+                raise ConfigInvalid(f"Step {step} is outside -{STEP_LIMIT} to {STEP_LIMIT}.", "Give a step in between.")
             return step
         if max_kl is not None:
             return self._from_curve("kl_mean", max_kl, math.floor)
@@ -245,7 +247,8 @@ class Codec:
         for start in range(0, split.body, BLOCK_TOKENS):
             part = slice(start, min(start + BLOCK_TOKENS, split.body))
             block = container.Block(self._coder.encode(symbols[part], classes[part]), shifts=_shift_bytes(shifts[part]))
-            if len(block.stored) >= 2 * self.shape.geometry.values_per_token * (part.stop - part.start):
+            raw_size = 2 * self.shape.geometry.values_per_token * (part.stop - part.start)
+            if len(block.stored) >= raw_size or np.abs(symbols[part]).max(initial=0) >= LARGEST_SYMBOL:
                 inside = list(range(body.start + part.start, body.start + part.stop))
                 block = container.Block(_raw(tensors, row, inside, verbatim_dtype), raw=True)
             blocks.append(block)
@@ -297,10 +300,18 @@ class Codec:
         wanted = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in self.shape.geometry.layers]
         found = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in tensors]
         if found != wanted:
+            other = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), None)
+            fact = "" if other is None else f"; layer {other} has {found[other]} where the codec has {wanted[other]}"
             raise ConfigInvalid(
-                f"The cache has {len(found)} layers of (KV heads, key width, value width) {found[0]};"
-                f" this codec was made for {len(wanted)} of {wanted[0]}.",
+                f"The cache has {len(found)} layers, this codec was made for {len(wanted)}"
+                f" of (KV heads, key width, value width){fact}.",
                 "Use the codec of the model that made the cache.",
+            )
+        shapes = {(x.shape[0], x.shape[2]) for pair in tensors for x in pair}
+        if len(shapes) > 1 or any(0 in shape for shape in shapes):
+            raise ConfigInvalid(
+                f"The cache holds (rows, tokens) {sorted(shapes)[:4]}.",
+                "Give a cache of one row and one token or more, as many in every layer.",
             )
         if tensors[0][0].dtype not in DTYPES:
             raise ConfigInvalid(f"The cache is {tensors[0][0].dtype}.", "float32, float16 and bfloat16 are coded.")
@@ -316,6 +327,8 @@ class Codec:
                 f"The payload was made by codec {payload.codec_id.hex()}; this is {self.codec_id.hex()}.",
                 "Load the artifact revision that the payload was made with.",
             )
+        if abs(payload.step) > STEP_LIMIT:
+            raise PayloadInvalid("The payload's step is out of bounds.", "Fetch the payload again.")
         if payload.dtype_code >= len(DTYPES) or not 1 <= payload.verbatim_dtype_code < len(DTYPES):
             raise PayloadInvalid("The payload names an unknown dtype.", "Update kvalign.")
         return payload
@@ -334,7 +347,9 @@ class Codec:
             for verbatim, coded in zip(kept[kind], body[kind], strict=True):
                 padding = torch.zeros(coded.shape[0], row.padding, coded.shape[2])
                 parts = [padding, verbatim[:, : split.sink], coded, verbatim[:, split.sink :]]
-                result[kind].append(torch.cat(parts, dim=1).to(dtype))
+                # What rounding carries past the largest number of the dtype must not become infinite.
+                limit = torch.finfo(dtype).max
+                result[kind].append(torch.cat(parts, dim=1).clamp_(-limit, limit).to(dtype))
         return result
 
     def _decode_body(

@@ -6,6 +6,7 @@ header | row table | block table | checksum of all before | verbatim of each row
 import struct
 import zlib
 from dataclasses import dataclass
+from itertools import islice
 
 from kvalign.errors import PayloadInvalid
 
@@ -22,6 +23,7 @@ _SHIFTED_FLAG = 1 << 30
 _SIZE_MASK = _SHIFTED_FLAG - 1
 _MAX_ROWS = 1 << 16
 _MAX_TOKENS = 1 << 26
+_MAX_POSITION = 1 << 32
 _FETCH_AGAIN = "Fetch the payload again, or encode the cache again."
 
 
@@ -127,7 +129,7 @@ def unpack(data: bytes, *, values_per_token: int) -> Payload:
             f"The payload has format version {version}; this kvalign reads version {VERSION}.",
             "Update kvalign.",
         )
-    if row_count > _MAX_ROWS or tokens > _MAX_TOKENS or not block_tokens >= 1:
+    if not (1 <= row_count <= _MAX_ROWS and 1 <= tokens <= _MAX_TOKENS and block_tokens >= 1):
         raise PayloadInvalid("The payload's header is out of bounds.", _FETCH_AGAIN)
     row_fields = list(_ROW.iter_unpack(reader.take(row_count * _ROW.size)))
     block_count = sum(blocks for _, blocks, _, _ in row_fields)
@@ -142,10 +144,13 @@ def unpack(data: bytes, *, values_per_token: int) -> Payload:
         for padding, blocks, _, crc in row_fields
     ]
     rows = []
+    entries = iter(block_fields)
     for (padding, blocks, position, _), kept in zip(row_fields, verbatim, strict=True):
-        entries, block_fields = block_fields[:blocks], block_fields[blocks:]
+        if position > _MAX_POSITION:
+            raise PayloadInvalid("A row of the payload begins at a position out of bounds.", _FETCH_AGAIN)
         held = shape.block_sizes(padding, blocks)
-        coded = [_block(reader, size, block_crc, n) for (size, block_crc), n in zip(entries, held, strict=True)]
+        own = islice(entries, blocks)
+        coded = [_block(reader, size, block_crc, n) for (size, block_crc), n in zip(own, held, strict=True)]
         rows.append(Row(padding, position, kept, tuple(coded)))
     reader.finish()
     return Payload(codec_id, dtype, verbatim_dtype, step, block_tokens, tokens, sink, recent, tuple(rows))

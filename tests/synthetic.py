@@ -1,0 +1,123 @@
+"""Made-up caches whose features share a rotated, anisotropic covariance over all layers and heads, and codecs for them.
+
+A transposed or mis-scaled basis cannot hide here, as it could among independent channels. Knows no test.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvalign import fit
+from kvalign.align.basis import fit_basis, head_weights
+from kvalign.artifact import Artifact, BaseModel, StoredGroup
+from kvalign.capture import CacheShape, Captured
+from kvalign.codec import OperatingPoint
+from kvalign.geometry import KINDS, Geometry, Kind, LayerGeometry
+from kvalign.rope import NO_ROPE, Rope
+from kvalign.statistics import Statistics, feature_groups
+
+# Widths that differ between layers and between keys and values, and every kind of rotation.
+SHAPE = CacheShape(
+    Geometry((LayerGeometry(2, 8, 6), LayerGeometry(1, 8, 4), LayerGeometry(2, 4, 6))),
+    (
+        Rope("half", torch.tensor([1.0, 0.3, 0.1, 0.03]), scaling=1.1),
+        NO_ROPE,
+        Rope("interleaved", torch.tensor([0.5])),
+    ),
+)
+CURVE = (
+    OperatingPoint(step=-20, ratio=4.0, kl_mean=0.001, kl_p99=0.01, top1=0.99),
+    OperatingPoint(step=-10, ratio=8.0, kl_mean=0.004, kl_p99=0.04, top1=0.97),
+    OperatingPoint(step=0, ratio=16.0, kl_mean=0.016, kl_p99=0.16, top1=0.95),
+)
+
+
+class CacheSource:
+    """One distribution of caches; a seed picks a cache from it."""
+
+    def __init__(self, shape: CacheShape = SHAPE, seed: int = 0) -> None:
+        self.shape = shape
+        generator = torch.Generator().manual_seed(seed)
+        self._mean: dict[Kind, Tensor] = {}
+        self._mixing: dict[Kind, Tensor] = {}
+        for kind in KINDS:
+            width = shape.geometry.width(kind)
+            rotation = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q
+            # Standard deviations over two orders of magnitude, in directions that cut across layers and heads.
+            self._mixing[kind] = torch.logspace(0.5, -1.5, width)[:, None] * rotation
+            self._mean[kind] = 3 * torch.randn(width, generator=generator)
+
+    def features(self, tokens: int, seed: int) -> dict[Kind, Tensor]:
+        """[T, P] for each kind, keys unrotated."""
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            kind: torch.randn(tokens, self.shape.geometry.width(kind), generator=generator) @ self._mixing[kind]
+            + self._mean[kind]
+            for kind in KINDS
+        }
+
+    def cache(
+        self, tokens: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, paddings: tuple[int, ...] = (0,)
+    ) -> DynamicCache:
+        """[B, H, tokens, D] in every layer: one row for each padding, with noise where nothing is held."""
+        rows = [self._row(tokens, padding, seed + index, dtype) for index, padding in enumerate(paddings)]
+        cache = DynamicCache()
+        for layer in range(len(self.shape.geometry.layers)):
+            keys, values = (torch.stack([row[layer][part] for row in rows]) for part in (0, 1))
+            cache.update(keys, values, layer)
+        return cache
+
+    def _row(self, tokens: int, padding: int, seed: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        features = self.features(tokens - padding, seed)
+        noise = torch.Generator().manual_seed(seed + 1000)
+        layers = []
+        for index, (layer, rope) in enumerate(zip(self.shape.geometry.layers, self.shape.ropes, strict=True)):
+            found = []
+            for kind in KINDS:
+                start, stop = self.shape.geometry.offsets(kind)[index : index + 2]
+                heads = features[kind][:, start:stop].unflatten(1, (layer.kv_heads, -1)).transpose(0, 1)
+                if kind == "keys":
+                    heads = rope.redo(heads, torch.arange(tokens - padding), dtype)
+                empty = torch.randn(layer.kv_heads, padding, layer.head_dim(kind), generator=noise)
+                found.append(torch.cat([empty, heads], dim=1).to(dtype))
+            layers.append((found[0], found[1]))
+        return layers
+
+
+def fitted(
+    source: CacheSource, *, sink_tokens: int = 2, recent_tokens: int = 3, layer_group_size: int | None = None
+) -> Artifact:
+    """A codec calibrated on the source, of full rank, recommended at step -10."""
+    shape = source.shape
+    statistics = Statistics(feature_groups(shape.geometry, layer_group_size), shape.geometry)
+    gradients = CacheSource(shape, seed=99)
+    for seed in range(4):
+        statistics.update(source.features(256, 10_000 + seed))
+        statistics.update_sensitivity(gradients.features(64, 20_000 + seed))
+    weights = head_weights(statistics)
+    bases = [fit_basis(statistics, group, weights[group.name]) for group in statistics.groups]
+    held_out = source.features(256, 30_000)
+    kept_aside = [Captured(held_out["keys"], held_out["values"])]
+    transforms, orders = fit.full_transforms(bases, kept_aside, sink_tokens)
+    return Artifact(
+        base=BaseModel("org/model", "c" * 40, "llama", "0" * 64, {"model.safetensors": ("1" * 64, 1234)}),
+        shape=shape,
+        groups=tuple(
+            StoredGroup.of(basis, transform.scales, order)
+            for basis, transform, order in zip(bases, transforms, orders, strict=True)
+        ),
+        tables=fit.fit_tables(transforms, kept_aside, sink_tokens, -10),
+        sink_tokens=sink_tokens,
+        recent_tokens=recent_tokens,
+        recommended_step=-10,
+        token_beta=0.4,
+        curve=CURVE,
+    )
+
+
+def with_other_id(artifact: Artifact) -> Artifact:
+    """The same codec but for one number: another id."""
+    first, *others = artifact.groups
+    return replace(artifact, groups=(replace(first, mean=first.mean + 1), *others))
