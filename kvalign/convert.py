@@ -47,6 +47,7 @@ from kvalign.text import (
     read_documents,
     token_sequences,
 )
+from kvalign.windows import WINDOW_TOKENS, check_room, prefix_tokens
 
 STAGES = ("calibrate", "align", "fit", "validate", "report")
 
@@ -56,7 +57,6 @@ _HEADS_NAME = "heads.json"
 _MAX_LISTED_DOCUMENTS = 1000
 _KEPT_ASIDE = 8  # one calibration sequence in eight is left to fit
 _TUNING_WINDOWS = 3
-_WINDOW_TOKENS = 1024
 _START_RATIO = 20.0
 # The stored basis serves steps down to one octave below the recommended one, and the curve is measured around it.
 _FINER = SIXTEENTHS
@@ -172,6 +172,7 @@ class _Conversion:
     # ---- stages
 
     def _calibrate(self, stages: Stages, folder: Path) -> None:
+        check_room(self._config, self._position_limit)
         statistics = calibrate.calibrate(
             self._model,
             self._shape,
@@ -340,20 +341,20 @@ class _Conversion:
 
     @cached_property
     def _windows(self) -> list[Window]:
-        length = min(_WINDOW_TOKENS, self._position_limit)
+        length = min(WINDOW_TOKENS, self._position_limit)
         return evaluation_windows(
             self._held_out_documents,
             self._tokenizer,
             windows=self._config.validation.windows,
-            prefix=length * 3 // 4,
-            continuation=length - length * 3 // 4,
+            prefix=prefix_tokens(length),
+            continuation=length - prefix_tokens(length),
         )
 
     @property
     def _position_limit(self) -> int:
         """Longest sequence that the model takes."""
         limit = getattr(self._model.config, "max_position_embeddings", None)
-        return int(limit) if limit else _WINDOW_TOKENS
+        return int(limit) if limit else WINDOW_TOKENS
 
     def _provenance(self) -> dict[str, Any]:
         calibration = self._config.calibration
@@ -383,5 +384,5 @@ def _align(statistics: Statistics, folder: Path) -> None:
 
 def _halved(sequence: Tensor) -> Window:
     """A calibration sequence as a window to tune on."""
-    cut = sequence.numel() * 3 // 4
+    cut = prefix_tokens(sequence.numel())
     return Window("calibration", sequence[:cut], sequence[cut:])

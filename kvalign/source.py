@@ -43,7 +43,7 @@ class SourceFiles(Protocol):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What config.json says of the model's shape; counts."""
+    """What config.json says of the model's shape; counts. `positions` is 2**31 where it gives no limit."""
 
     layers: int
     hidden: int
@@ -51,6 +51,7 @@ class ModelSizes:
     kv_heads: int
     head_dim: int
     vocabulary: int
+    positions: int = 2**31
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,14 @@ def model_sizes(config: Mapping[str, Any]) -> ModelSizes:
         kv_heads = 1
     head_dim = _size(config, ("head_dim",), 4096, max(1, hidden // query_heads))
     vocabulary = _size(config, ("vocab_size",), 4_194_304)
-    for names in (("intermediate_size", "n_inner", "ffn_dim"), ("max_position_embeddings", "n_positions")):
-        _size(config, names, 2**31, 1)
+    _size(config, ("intermediate_size", "n_inner", "ffn_dim"), 2**31, 1)
     if query_heads % kv_heads:
         raise SourceInvalid(
             f"{CONFIG} gives {query_heads} attention heads, not a multiple of {kv_heads} key-value heads.",
             _ANOTHER_REVISION,
         )
-    return ModelSizes(layers, hidden, query_heads, kv_heads, head_dim, vocabulary)
+    positions = _size(config, ("max_position_embeddings", "n_positions"), 2**31, 2**31)
+    return ModelSizes(layers, hidden, query_heads, kv_heads, head_dim, vocabulary, positions)
 
 
 def _size(config: Mapping[str, Any], names: tuple[str, ...], limit: int, default: int | None = None) -> int:

@@ -95,7 +95,7 @@ def token_sequences(documents: list[Document], tokenizer: Any, *, tokens: int, l
     if len(chosen) < wanted:
         raise DatasetInvalid(
             f"The calibration text holds {len(chosen)} sequences of {length} tokens; {wanted} were asked for.",
-            f"Set calibration.tokens to at most {len(chosen) * length}, or name a larger dataset.",
+            _ask_for_less("calibration.tokens", len(chosen) * length),
         )
     return [torch.tensor(sequence) for sequence in chosen]
 
@@ -123,7 +123,7 @@ def evaluation_windows(
             raise DatasetInvalid(
                 f"The domain '{domain}' holds {len(parts)} windows of {prefix + continuation} tokens;"
                 f" {share} were asked for.",
-                f"Set validation.windows to at most {max(1, len(parts)) * len(domains)}, or name a larger dataset.",
+                _ask_for_less("validation.windows", len(parts) * len(domains)),
             )
         for part in parts[:share]:
             whole = torch.tensor(bos + part)
@@ -202,6 +202,11 @@ def _joined(documents: list[Document], tokenizer: Any, order: random.Random) -> 
     shuffled = sorted(documents, key=lambda document: document.sha256)
     order.shuffle(shuffled)
     return [token for document in shuffled for token in [*_plain(tokenizer, document.text), *separator]]
+
+
+def _ask_for_less(setting: str, most: int) -> str:
+    """The remedy for text that runs out."""
+    return f"Set {setting} to at most {most}, or name a larger dataset." if most else "Name a larger dataset."
 
 
 def _cut(tokens: list[int], length: int) -> list[list[int]]:

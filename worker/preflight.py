@@ -22,6 +22,7 @@ from kvalign.source import (
     read_config,
 )
 from kvalign.support import check_architecture
+from kvalign.windows import check_room
 from worker.hub import Hub, SourceInfo
 from worker.hub_download import names_to_download
 
@@ -172,6 +173,7 @@ def _model(answers: _Answers, files: SourceFiles, config: ConversionConfig) -> E
     sizes = answers.ask("sizes", lambda: _sizes(settings))
     if sizes is None:
         return None
+    answers.ask("windows", lambda: _windows(config, sizes))
     found = answers.ask("weights", lambda: _weights(files, sizes))
     if found is None:
         return None
@@ -193,6 +195,11 @@ def _sizes(settings: Mapping[str, Any]) -> tuple[ModelSizes, str]:
     sizes = model_sizes(settings)
     shape = f"{sizes.layers} layers of {sizes.kv_heads} KV heads with {sizes.head_dim} channels"
     return sizes, f"The cache has {shape}."
+
+
+def _windows(config: ConversionConfig, sizes: ModelSizes) -> tuple[bool, str]:
+    check_room(config, sizes.positions)
+    return True, "Sinks and recent tokens leave something to code."
 
 
 def _weights(files: SourceFiles, sizes: ModelSizes) -> tuple[tuple[WeightFacts, int], str]:

@@ -80,6 +80,7 @@ def test_a_sound_source_passes_every_check(ask: Callable[..., Preflight], model:
         "config",
         "architecture",
         "sizes",
+        "windows",
         "weights",
         "disk",
         "memory",

@@ -105,6 +105,15 @@ def test_too_little_text_is_told_in_numbers_and_the_remedy_works() -> None:
     assert len(token_sequences(members, PLAIN, tokens=192, length=64, seed=0)) == 3
 
 
+def test_no_text_at_all_gets_no_advice_that_cannot_work() -> None:
+    members = documents("a", each=1, length=10)
+    with pytest.raises(DatasetInvalid) as sequences:
+        token_sequences(members, PLAIN, tokens=1280, length=64, seed=0)
+    with pytest.raises(DatasetInvalid) as windows:
+        evaluation_windows(members, PLAIN, windows=6, prefix=75, continuation=25)
+    assert sequences.value.remedy == windows.value.remedy == "Name a larger dataset."
+
+
 def test_windows_lie_within_one_document_and_overlap_nowhere() -> None:
     members = documents(each=3, length=400)
     found = evaluation_windows(members, OPENING, windows=19, prefix=76, continuation=25)
