@@ -47,14 +47,21 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are listed instead, and refused below by name
         )
-    except (ValueError, OSError, KeyError, TypeError, RuntimeError) as error:
+    except Exception as error:  # each library below raises errors of its own, some straight from Exception
+        if _is_out_of_memory(error):
+            raise
         raise SourceInvalid(
             f"transformers cannot load the model: {str(error)[:500]}",
             "Check that the folder loads with AutoModelForCausalLM.from_pretrained.",
         ) from error
     _check_loading(model, info)
     return model.eval().requires_grad_(False)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
 
 
 def load_tokenizer(folder: Path) -> Any:

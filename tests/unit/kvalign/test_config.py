@@ -82,7 +82,7 @@ def test_two_targets_are_refused() -> None:
         ("codec.ratio", (1.001, 1000), (1, 0.5, 1001)),
         ("codec.sink_tokens", (0, 64), (-1, 65, 1.5)),
         ("codec.recent_tokens", (0, 4096), (-1, 4097)),
-        ("codec.resident_bits", (1, 8), (0.9, 8.1)),
+        ("codec.resident_bits", (4,), (0.9, 8.1)),
         ("calibration.tokens", (1024, 4_194_304), (1023, 4_194_305)),
         ("calibration.sequence_length", (64, 32_768), (63, 32_769)),
         ("calibration.seed", (0, 2**32 - 1), (-1, 2**32)),
