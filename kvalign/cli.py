@@ -160,7 +160,7 @@ def _conversion_config(source: str, config_file: Path | None, options: dict[str,
     data = _read_settings(config_file) if config_file else {}
     name = Path(source).resolve().name if Path(source).is_dir() else source
     data.setdefault("source", {"repo": name, "revision": options["revision"]})
-    data.setdefault("target", {"repo": f"{name.split('/')[-1]}-kvalign"})
+    data.setdefault("target", {"repo": f"{name.split('/')[-1]}-kvalign", "layout": "codec"})
     for section, key, value in (
         ("codec", "max_kl", options["max_kl"]),
         ("codec", "ratio", options["ratio"]),

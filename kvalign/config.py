@@ -87,6 +87,13 @@ class CodecOptions(_Section):
             return {**data, "max_kl": 0.02}
         return data
 
+    @field_validator("resident_bits")
+    @classmethod
+    def _no_resident_form_yet(cls, bits: float) -> float:
+        if bits != cls.model_fields["resident_bits"].default:
+            raise ValueError("the resident form is not made yet; leave 'resident_bits' out")
+        return bits
+
     @model_validator(mode="after")
     def _one_target(self) -> Self:
         if (self.max_kl is None) == (self.ratio is None):
