@@ -51,7 +51,7 @@ def pairwise_similarity(scatter: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     dim = scatter.shape[0] // heads
     blocks = scatter.unflatten(0, (heads, dim)).unflatten(2, (heads, dim)).permute(0, 2, 1, 3)
     energy = blocks.diagonal(dim1=2, dim2=3).sum(-1).diagonal().clamp_min(torch.finfo(scatter.dtype).tiny)
-    norm = torch.outer(energy, energy).sqrt()
+    norm = torch.outer(energy.sqrt(), energy.sqrt())
     before = blocks.diagonal(dim1=2, dim2=3).sum(-1) / norm
     after = torch.eye(heads)
     for i in range(heads - 1):

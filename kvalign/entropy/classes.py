@@ -86,14 +86,14 @@ def _laplace(scale: float) -> NDArray[np.float64]:
 
 
 def _quantised(weights: NDArray[np.float64]) -> NDArray[np.uint16]:
-    """Integer rows of sum 4096, no entry zero, near the given weights."""
+    """Integer rows of sum 4096, no entry zero, under which the weighted symbols take the fewest bits."""
     share = weights / weights.sum(axis=1, keepdims=True)
     frequencies = np.maximum(1, np.floor(share * TOTAL)).astype(np.int64)
     for row, wanted in zip(frequencies, share, strict=True):
         while (excess := int(row.sum()) - TOTAL) != 0:
-            # Take from, or give to, the entries that lose or gain most per unit of frequency.
-            gain = wanted / row if excess < 0 else np.where(row > 1, -wanted / row, -np.inf)
-            chosen = np.argsort(-gain, kind="stable")[: min(abs(excess), 8)]
-            row[chosen] -= np.sign(excess)
-            row[row < 1] = 1
+            if excess < 0:
+                row[np.argmax(wanted * np.log1p(1 / row))] += 1
+            else:
+                lost = np.where(row > 1, -wanted * np.log1p(-1 / np.maximum(row, 2)), np.inf)
+                row[np.argmin(lost)] -= 1
     return frequencies.astype(np.uint16)

@@ -1,8 +1,6 @@
 """Codec folders: the same bytes come back, and whatever was changed in them is refused by name."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -56,14 +54,9 @@ def test_a_loaded_codec_reads_and_writes_the_same_bytes(
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_the_same_codec_gives_the_same_bytes_in_another_process(folder: Path) -> None:
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import torch; torch.set_num_threads(1)\n"
-        "from synthetic import CacheSource, fitted; print(fitted(CacheSource()).codec_id.hex())"
-    )
-    tests = Path(__file__).parents[2]
-    found = subprocess.run([sys.executable, "-c", code, tests], check=True, capture_output=True, text=True)
-    assert found.stdout.strip() == read_config(folder)["codec_id"]
+def test_the_same_codec_gives_the_same_bytes_each_time(artifact: Artifact) -> None:
+    """safetensors orders its metadata by chance, differently at each call."""
+    assert {replace(artifact).tensor_bytes for _ in range(20)} == {artifact.tensor_bytes}
 
 
 def test_every_change_of_meaning_changes_the_id(artifact: Artifact) -> None:

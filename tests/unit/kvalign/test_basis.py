@@ -1,0 +1,237 @@
+"""The weighted basis against brute force, on rotated covariances where a transposed or mis-scaled one shows."""
+
+from pathlib import Path
+
+import pytest
+import scipy.linalg
+import torch
+from synthetic import SHAPE, CacheSource
+from torch import Tensor
+
+from kvalign.align.basis import Basis, fit_basis, head_weights, load_bases, save_bases
+from kvalign.geometry import KINDS, Geometry, Kind, LayerGeometry
+from kvalign.statistics import FeatureGroup, Statistics, feature_groups
+
+RIDGE = 0.05
+
+
+def summed(source: CacheSource, *, layer_group_size: int | None = None, gradients: bool = True) -> Statistics:
+    geometry = source.shape.geometry
+    statistics = Statistics(feature_groups(geometry, layer_group_size), geometry)
+    for seed in range(3):
+        statistics.update(source.features(300, seed))
+        if gradients:
+            statistics.update_sensitivity(CacheSource(source.shape, seed=50).features(100, 900 + seed))
+    return statistics
+
+
+def dense(weights: tuple[Tensor, ...]) -> Tensor:
+    """All heads' weights as one block-diagonal matrix in float64."""
+    return torch.block_diag(*[head.double() for weight in weights for head in weight])
+
+
+@pytest.fixture(scope="module")
+def statistics(source: CacheSource) -> Statistics:
+    return summed(source)
+
+
+@pytest.fixture(scope="module")
+def bases(statistics: Statistics) -> list[Basis]:
+    weights = head_weights(statistics)
+    return [fit_basis(statistics, group, weights[group.name]) for group in statistics.groups]
+
+
+def test_directions_are_the_eigenvectors_of_the_weighted_covariance(statistics: Statistics, bases: list[Basis]) -> None:
+    for basis in bases:
+        W = dense(basis.weights)
+        S = statistics.moments[basis.group.name].covariance().double()
+        weighted = (W @ S @ W).numpy()
+        values, _ = scipy.linalg.eigh(weighted)
+        U = basis.directions.double()
+        torch.testing.assert_close(U.T @ U, torch.eye(U.shape[1], dtype=torch.float64), rtol=0, atol=1e-5)
+        scale = float(values[-1])
+        torch.testing.assert_close(
+            basis.variance.double(), torch.tensor(values[::-1].copy()), rtol=1e-3, atol=1e-5 * scale
+        )
+        assert (basis.variance[1:] <= basis.variance[:-1]).all()
+        residual = torch.tensor(weighted) @ U - U * basis.variance.double()
+        assert residual.abs().max() < 1e-4 * scale
+
+
+def test_coefficients_are_decorrelated_and_have_the_variance_told(source: CacheSource, bases: list[Basis]) -> None:
+    for basis in bases:
+        x = torch.cat([source.features(300, seed)[basis.group.kind] for seed in range(3)]).double()
+        y = (x - basis.mean.double()) @ basis.analysis().double()
+        covariance = y.T @ y / len(y)
+        expected = torch.diag(basis.variance.double())
+        assert (covariance - expected).abs().max() < 1e-3 * float(basis.variance[0])
+
+
+def test_synthesis_undoes_analysis(bases: list[Basis]) -> None:
+    for basis in bases:
+        product = basis.analysis().double() @ basis.synthesis().double()
+        torch.testing.assert_close(product, torch.eye(len(product), dtype=torch.float64), rtol=0, atol=1e-4)
+
+
+def test_an_error_in_a_coefficient_costs_its_square_in_the_metric(bases: list[Basis]) -> None:
+    """(e synthesis) W^2 (e synthesis)^T = |e|^2 for every e: one step fits all layers, heads and kinds."""
+    for basis in bases:
+        errors = torch.randn(20, basis.variance.numel(), generator=torch.Generator().manual_seed(0)).double()
+        moved = errors @ basis.synthesis().double()
+        costs = (moved @ dense(basis.weights)).square().sum(1)
+        torch.testing.assert_close(costs, errors.square().sum(1), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 20])
+def test_no_basis_of_the_rank_is_nearer_in_the_metric(
+    source: CacheSource, statistics: Statistics, bases: list[Basis], rank: int
+) -> None:
+    for basis in bases:
+        W = dense(basis.weights)
+        x = torch.cat([source.features(300, seed)[basis.group.kind] for seed in range(3)]).double()
+        centred = x - basis.mean.double()
+
+        def distortion(analysis: Tensor, synthesis: Tensor, x: Tensor = centred, W: Tensor = W) -> float:
+            return float(((x - x @ analysis @ synthesis) @ W).square().sum(1).mean())
+
+        found = distortion(basis.analysis().double()[:, :rank], basis.synthesis().double()[:rank])
+        dropped = float(basis.variance[rank:].sum())
+        assert found == pytest.approx(dropped, rel=1e-2)
+        # Brute force: the same algebra done densely, and rivals that are near but wrong.
+        values, vectors = scipy.linalg.eigh(
+            (W @ statistics.moments[basis.group.name].covariance().double() @ W).numpy()
+        )
+        assert found == pytest.approx(float(values[:-rank].sum()), rel=1e-2)
+        U = torch.tensor(vectors[:, ::-1].copy())
+        rivals = {
+            "transposed": U.T[:, :rank],
+            "unweighted": torch.tensor(
+                scipy.linalg.eigh(statistics.moments[basis.group.name].covariance().double().numpy())[1][:, ::-1].copy()
+            )[:, :rank],
+            "narrowest first": U[:, -rank:],
+        }
+        for name, rival in rivals.items():
+            worse = distortion(W @ rival, rival.T @ torch.linalg.inv(W))
+            assert worse > 1.02 * found, name
+
+
+def test_a_basis_that_is_mis_scaled_shows_in_the_distortion(source: CacheSource, bases: list[Basis]) -> None:
+    """That the cases above can fail."""
+    basis = bases[0]
+    x = source.features(300, 0)["keys"] - basis.mean
+    for wrong in (
+        basis.synthesis() * 1.1,
+        basis.synthesis().flip(0),
+        basis.directions.T @ dense(basis.weights).float(),
+    ):
+        off = x - x @ basis.analysis() @ wrong
+        assert off.norm() > 0.05 * x.norm()
+
+
+@pytest.mark.parametrize("layer_group_size", [1, 2])
+def test_groups_have_bases_of_their_own(source: CacheSource, layer_group_size: int) -> None:
+    statistics = summed(source, layer_group_size=layer_group_size)
+    weights = head_weights(statistics)
+    for group in statistics.groups:
+        basis = fit_basis(statistics, group, weights[group.name])
+        assert basis.directions.shape == (group.width, group.width)
+        x = source.features(50, 1)[group.kind][:, group.start : group.stop]
+        back = (x - basis.mean) @ basis.analysis() @ basis.synthesis() + basis.mean
+        torch.testing.assert_close(back, x, rtol=1e-3, atol=1e-3)
+
+
+# ---- weights
+
+
+def brute_weights(statistics: Statistics, kind: Kind) -> list[Tensor]:
+    """(F_h + 0.05 m I)^(1/2) of every head, m the mean diagonal entry over all heads of the kind."""
+    sums: list[Tensor] = []
+    for layer in range(len(statistics.geometry.layers)):
+        sums += list(statistics.sensitivity[f"{kind}.{layer}"].double() / statistics.gradient_count)
+    entries = [float(F[i, i]) for F in sums for i in range(len(F))]
+    m = sum(entries) / len(entries)
+    return [torch.tensor(scipy.linalg.sqrtm((F + RIDGE * m * torch.eye(len(F))).numpy()).real) for F in sums]
+
+
+@pytest.mark.parametrize("layer_group_size", [None, 1, 2])
+def test_head_weights_are_roots_of_the_sensitivity(source: CacheSource, layer_group_size: int | None) -> None:
+    statistics = summed(source, layer_group_size=layer_group_size)
+    weights = head_weights(statistics)
+    for kind in KINDS:
+        found = [
+            head
+            for group in statistics.groups
+            if group.kind == kind
+            for weight in weights[group.name]
+            for head in weight
+        ]
+        for head, wanted in zip(found, brute_weights(statistics, kind), strict=True):
+            torch.testing.assert_close(head.double(), wanted.double(), rtol=1e-3, atol=1e-4)
+            assert torch.equal(head, head.T) or (head - head.T).abs().max() < 1e-5
+
+
+def test_steps_of_keys_and_values_balance(source: CacheSource) -> None:
+    """Gradients a hundred times larger on keys make their weights ten thousand times as costly."""
+    geometry = source.shape.geometry
+    statistics = Statistics(feature_groups(geometry), geometry)
+    statistics.update(source.features(200, 0))
+    noise = {kind: torch.randn(4000, geometry.width(kind)) for kind in KINDS}
+    statistics.update_sensitivity({"keys": 100 * noise["keys"], "values": noise["values"]})
+    weights = head_weights(statistics)
+    sizes = [
+        torch.cat([w.diagonal(dim1=1, dim2=2).flatten() for w in weights[g.name]]).mean() for g in statistics.groups
+    ]
+    assert float(sizes[0] / sizes[1]) == pytest.approx(100, rel=0.05)
+    # White gradients of unit size: W is sqrt(1.05) times the identity.
+    torch.testing.assert_close(weights["values.0-2"][1][0], 1.05**0.5 * torch.eye(4), rtol=0, atol=0.1)
+
+
+def test_heads_that_were_never_felt_keep_the_ridge(source: CacheSource) -> None:
+    geometry = source.shape.geometry
+    statistics = Statistics(feature_groups(geometry), geometry)
+    statistics.update(source.features(200, 0))
+    gradients = source.features(200, 1)
+    gradients["keys"][:, :8] = 0  # the first head
+    statistics.update_sensitivity(gradients)
+    first = head_weights(statistics)["keys.0-2"][0][0]
+    assert torch.linalg.eigvalsh(first).min() > 0
+    torch.testing.assert_close(first / first[0, 0], torch.eye(8), rtol=0, atol=1e-5)
+
+
+def test_without_gradients_each_kind_is_scaled_to_unit_variance(source: CacheSource) -> None:
+    statistics = summed(source, gradients=False)
+    weights = head_weights(statistics)
+    for group in statistics.groups:
+        variance = statistics.moments[group.name].covariance().diagonal().mean()
+        for weight in weights[group.name]:
+            for head in weight:
+                torch.testing.assert_close(head, variance**-0.5 * torch.eye(len(head)))
+
+
+# ---- files
+
+
+def test_saved_bases_come_back_bit_for_bit(bases: list[Basis], tmp_path: Path) -> None:
+    save_bases(bases, tmp_path / "bases.safetensors")
+    for found, wanted in zip(load_bases(tmp_path / "bases.safetensors"), bases, strict=True):
+        assert found.group == wanted.group
+        for name in ("mean", "directions", "variance"):
+            assert torch.equal(getattr(found, name), getattr(wanted, name))
+        assert all(torch.equal(a, b) for a, b in zip(found.weights, wanted.weights, strict=True))
+
+
+def test_a_singular_covariance_still_gives_a_basis() -> None:
+    """Fewer tokens than features: the rest of the directions have no variance, none of it negative."""
+    geometry = Geometry((LayerGeometry(2, 8, 8),))
+    statistics = Statistics([FeatureGroup("keys", 0, 1, 0, 16), FeatureGroup("values", 0, 1, 0, 16)], geometry)
+    x = torch.randn(5, 16)
+    statistics.update({"keys": x, "values": x})
+    basis = fit_basis(statistics, statistics.groups[0], head_weights(statistics)["keys.0-0"])
+    assert (basis.variance >= 0).all()
+    assert (basis.variance[5:] < 1e-5).all()
+    assert torch.isfinite(basis.analysis()).all()
+
+
+def test_shape_covers_uneven_heads() -> None:
+    """That the cases above see heads of different widths in one group."""
+    assert len({layer.key_dim for layer in SHAPE.geometry.layers}) > 1
