@@ -4,7 +4,7 @@
 
 No sensitivity weights, one budget for keys and values together. Staniszewski and Lancucki, ICLR 2026,
 arXiv 2511.01815. Where the paper leaves a choice, the one that serves KVTC best is taken: errors are measured on
-calibration text that the basis has not seen, and see _VALUE_WEIGHT.
+calibration text that the basis has not seen and so is the order of components, and see _VALUE_WEIGHT.
 """
 
 import zlib
@@ -180,24 +180,28 @@ def fit_kvtc(
     kept_aside  calibration sequences that are not in the statistics, to measure errors on
     Cost: an eigendecomposition for each feature group, and some seconds of roundings for each kind.
     """
-    bases = {kind: _principal_basis(statistics, kind) for kind in KINDS}
-    errors = {}
+    bases, errors = {}, {}
     for kind in KINDS:
         rows = torch.cat([captured.features(kind)[sink_tokens:] for captured in kept_aside])
-        picked = torch.linspace(0, len(rows) - 1, min(len(rows), _ERROR_TOKENS)).long()
-        y: NDArray[np.float32] = ((rows[picked] - bases[kind].mean) @ bases[kind].directions).numpy()
+        bases[kind] = _principal_basis(statistics, kind, rows)
+        picked = rows[torch.linspace(0, len(rows) - 1, min(len(rows), _ERROR_TOKENS)).long()]
+        y: NDArray[np.float32] = ((picked - bases[kind].mean) @ bases[kind].directions).numpy()
         errors[kind] = Errors.measured(y)
     return KvtcFit(shape, bases, errors, smallest_ratio)
 
 
-def _principal_basis(statistics: Statistics, kind: Kind) -> PrincipalBasis:
-    """Unweighted components of one kind; of several feature groups, sorted together."""
+def _principal_basis(statistics: Statistics, kind: Kind, rows: Tensor) -> PrincipalBasis:
+    """Unweighted components of one kind, of all feature groups together, by their variance on rows [T, P].
+
+    The sums hold sinks, whose size puts directions first that the coded tokens do not use; the rows hold none.
+    """
     parts = []
     for group in statistics.groups:
         if group.kind == kind:
             layers = statistics.geometry.layers[group.first_layer : group.end_layer]
             plain = tuple(torch.eye(layer.head_dim(kind)).repeat(layer.kv_heads, 1, 1) for layer in layers)
             parts.append(fit_basis(statistics, group, plain))
-    order = torch.cat([part.variance for part in parts]).argsort(descending=True, stable=True)
-    directions = torch.block_diag(*(part.directions for part in parts))[:, order]
-    return PrincipalBasis(torch.cat([part.mean for part in parts]), directions.half().float())
+    mean = torch.cat([part.mean for part in parts])
+    directions = torch.block_diag(*(part.directions for part in parts)).half().float()
+    order = ((rows - mean) @ directions).square().mean(0).argsort(descending=True, stable=True)
+    return PrincipalBasis(mean, directions[:, order].contiguous())

@@ -17,6 +17,7 @@ from kvalign.accounting import PayloadSizes
 from kvalign.capture import CacheShape, layer_tensors
 from kvalign.codec import DTYPES
 from kvalign.errors import ConfigInvalid, PayloadInvalid
+from kvalign.watch import RecentQueries
 
 Layers = list[tuple[Tensor, Tensor]]
 
@@ -61,7 +62,8 @@ class Baseline:
         self._coder = coder
         self._sink_tokens = sink_tokens
 
-    def __call__(self, cache: Any) -> tuple[DynamicCache, PayloadSizes]:
+    def __call__(self, cache: Any, queries: RecentQueries) -> tuple[DynamicCache, PayloadSizes]:
+        """As evaluate.protocol.CacheCoder; no baseline looks at the queries."""
         data = self.encode(cache)
         return self.decode(data), self.sizes(data)
 

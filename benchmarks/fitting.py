@@ -1,0 +1,142 @@
+"""One calibration pass for all methods, and our codec fitted from it. Measures no quality and searches no step."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.environment import say
+from kvalign import calibrate, fit
+from kvalign.align.basis import fit_basis, head_weights
+from kvalign.artifact import Artifact, BaseModel, StoredGroup
+from kvalign.capture import CacheShape, Captured, capture, load_model, load_tokenizer, measure_shape
+from kvalign.statistics import Statistics
+from kvalign.text import Document, token_sequences
+
+SINK_TOKENS = 4
+_SEQUENCE_TOKENS = 1024
+_KEPT_ASIDE = 8  # as convert: one sequence in eight is left to fit scales and tables on
+_TABLE_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure on."""
+
+    folder: Path
+    model: Any
+    tokenizer: Any
+    shape: CacheShape
+
+    @classmethod
+    def load(cls, folder: Path) -> "Subject":
+        model = load_model(folder)
+        return cls(folder, model, load_tokenizer(folder), measure_shape(model))
+
+    @property
+    def position_limit(self) -> int:
+        """Longest sequence that the model takes."""
+        return int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 20)
+
+    def describe(self) -> dict[str, Any]:
+        """The model by name and hashes; no path of this machine."""
+        base = BaseModel.of(self.folder, repo="", commit="")
+        return {
+            "name": self.folder.resolve().name,
+            "model_type": base.model_type,
+            "config_sha256": base.config_sha256,
+            "weights": base.to_json()["weights"],
+            "weight_bytes_bf16": 2 * sum(weight.numel() for weight in self.model.parameters()),
+            "cache_values_per_token": self.shape.geometry.values_per_token,
+            "dtype": "float32",
+        }
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What all methods are fitted on.
+
+    statistics  sums over seven eighths of the sequences
+    kept_aside  features of the rest
+    """
+
+    statistics: Statistics
+    kept_aside: list[Captured]
+    tokens: int
+
+
+def calibrated(subject: Subject, documents: Sequence[Document], *, tokens: int, seed: int) -> Calibration:
+    """Forward passes over the text, and backward passes over a part of it; as much text as there is, up to `tokens`."""
+    length = min(_SEQUENCE_TOKENS, subject.position_limit)
+    sequences = calibration_sequences(subject, documents, tokens=tokens, length=length, seed=seed)
+    aside = sequences[-max(1, len(sequences) // _KEPT_ASIDE) :]
+    basis = sequences[: len(sequences) - len(aside)] or sequences
+    with tempfile.TemporaryDirectory() as folder:
+        statistics = calibrate.calibrate(
+            subject.model,
+            subject.shape,
+            basis,
+            seed=seed,
+            checkpoint=Path(folder) / "statistics.safetensors",
+            on_progress=lambda done, total: say(f"calibrate: {done} of {total} passes"),
+        )
+    kept = list(capture(subject.model, subject.shape, iter(aside)))
+    return Calibration(statistics, kept, sum(sequence.numel() for sequence in sequences))
+
+
+def calibration_sequences(
+    subject: Subject, documents: Sequence[Document], *, tokens: int, length: int, seed: int
+) -> list[Tensor]:
+    """As kvalign.text.token_sequences, of as many tokens as the text holds, at most `tokens`."""
+    texts: dict[str, str] = {}
+    for document in documents:
+        texts[document.domain] = texts.get(document.domain, "") + document.text
+    held = sum(len(subject.tokenizer(text, verbose=False)["input_ids"]) // length for text in texts.values())
+    wanted = max(1, min(tokens // length, held)) * length
+    return token_sequences(list(documents), subject.tokenizer, tokens=wanted, length=length, seed=seed)
+
+
+def fitted(subject: Subject, calibration: Calibration, *, finest_ratio: float, token_beta: float) -> Artifact:
+    """Our codec as convert makes it, but of the rank that a coded-token ratio of `finest_ratio` needs."""
+    statistics = calibration.statistics
+    weights = head_weights(statistics)
+    bases = []
+    for group in statistics.groups:
+        say(f"align: basis of {group.name}, {group.width} features")
+        bases.append(fit_basis(statistics, group, weights[group.name]))
+    transforms, orders = fit.full_transforms(bases, calibration.kept_aside, SINK_TOKENS)
+    step = fit.expected_step(transforms, subject.shape.geometry, _TABLE_RATIO)
+    tables = fit.fit_tables(transforms, calibration.kept_aside, SINK_TOKENS, step)
+    finest = fit.expected_step(transforms, subject.shape.geometry, finest_ratio)
+    groups = []
+    for basis, transform, order in zip(bases, transforms, orders, strict=True):
+        rank = transform.classes(finest).size
+        groups.append(StoredGroup.of(basis, transform.scales[:rank], order[:rank]))
+    return Artifact(
+        base=BaseModel.of(subject.folder, repo=subject.folder.resolve().name, commit=""),
+        shape=subject.shape,
+        groups=tuple(groups),
+        tables=tables,
+        sink_tokens=SINK_TOKENS,
+        recent_tokens=0,
+        recommended_step=step,
+        token_beta=token_beta,
+    )
+
+
+def artifact_bytes(artifact: Artifact) -> int:
+    """Size of the tensors that decoding needs."""
+    return len(artifact.tensor_bytes)
+
+
+def joined_tokens(subject: Subject, documents: Sequence[Document], count: int) -> Tensor:
+    """The first tokens of all documents one after another, [count] int64; raises ValueError when there are fewer."""
+    text = "\n\n".join(document.text for document in documents)
+    tokens = subject.tokenizer(text, verbose=False)["input_ids"][:count]
+    if len(tokens) < count:
+        raise ValueError(f"the text holds {len(tokens)} tokens; {count} are needed")
+    return torch.tensor(tokens)
