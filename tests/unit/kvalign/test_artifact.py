@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from synthetic import CacheSource, fitted, with_other_id
 
-from kvalign.artifact import CONFIG_NAME, TENSORS_NAME, Artifact, BaseModel, load_artifact, read_config
+from kvalign.artifact import CONFIG_NAME, TENSORS_NAME, Artifact, BaseModel, load_artifact
 from kvalign.capture import CacheShape
 from kvalign.errors import ArtifactInvalid, PayloadInvalid
 from kvalign.rope import Rope
