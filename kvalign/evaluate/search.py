@@ -89,28 +89,23 @@ def search_step(
     """Measurements made on the way to the target, the one that meets it best first.
 
     measure_at  called once for each step tried, at most ten
-    bounds      smallest and largest step to try; the largest is taken when even there the target holds with room
+    bounds      smallest and largest step to try; the outermost is taken when even there the target holds with room
     Raises ConfigInvalid when no step tried meets the target.
     """
     tried: dict[int, Measurement] = {}
-    step = min(max(start, bounds[0]), bounds[1])
-    for _ in range(_ROUNDS):
+    step: int | None = min(max(start, bounds[0]), bounds[1])
+    while step is not None and len(tried) < _ROUNDS:
         tried[step] = measure_at(step)
-        if _met(tried[step], target) and abs(_distance(tried[step], target)) <= target.tolerance:
-            break
         step = _next(tried, target, bounds)
-        if step in tried:
-            break
-    meeting = [found for found in tried.values() if _met(found, target)]
-    if not meeting:
+    best, _ = _bracket(tried, target)
+    if best is None:
         nearest = min(tried.values(), key=lambda found: abs(_distance(found, target)))
         raise ConfigInvalid(
             f"{target.describe()} cannot be reached on this model: the nearest of {len(tried)} steps tried gives"
             f" ratio {nearest.ratio():.2f} at KL {nearest.summary().kl_mean:.4g}.",
             "Ask for a larger max_kl or a smaller ratio, or calibrate on more text.",
         )
-    best = max(meeting, key=lambda found: found.step if target.max_kl is not None else -found.step)
-    return [best, *(found for found in tried.values() if found is not best)]
+    return [tried[best], *(found for step, found in tried.items() if step != best)]
 
 
 def _distance(found: Measurement, target: Target) -> float:
@@ -118,7 +113,7 @@ def _distance(found: Measurement, target: Target) -> float:
     if target.max_kl is not None:
         return math.log(max(found.summary().kl_mean, 1e-12) / target.max_kl)
     assert target.ratio is not None
-    return math.log(found.ratio() / target.ratio)
+    return math.log(max(found.ratio(), 1e-12) / target.ratio)
 
 
 def _met(found: Measurement, target: Target) -> bool:
@@ -126,15 +121,51 @@ def _met(found: Measurement, target: Target) -> bool:
     return distance <= 0 if target.max_kl is not None else distance >= 0
 
 
-def _next(tried: dict[int, Measurement], target: Target, bounds: tuple[int, int]) -> int:
+def _outwards(target: Target) -> int:
+    """Where the target stops holding: at coarser steps for quality, at finer ones for size."""
+    return 1 if target.max_kl is not None else -1
+
+
+def _bracket(tried: dict[int, Measurement], target: Target) -> tuple[int | None, int | None]:
+    """The outermost step that meets the target, and the nearest one further out that does not."""
+    outwards = _outwards(target)
+    inner = max((s for s in tried if _met(tried[s], target)), key=lambda s: outwards * s, default=None)
+    failing = [s for s in tried if not _met(tried[s], target) and (inner is None or outwards * (s - inner) > 0)]
+    return inner, min(failing, key=lambda s: outwards * s, default=None)
+
+
+def _next(tried: dict[int, Measurement], target: Target, bounds: tuple[int, int]) -> int | None:
+    """The step to try next, between the steps that bracket the target; None when nothing is left to gain."""
+    outwards = _outwards(target)
+    innermost, outermost = bounds if outwards > 0 else bounds[::-1]
+    inner, outer = _bracket(tried, target)
+    if inner is None and outer == innermost:
+        return None
+    near_enough = inner is not None and abs(_distance(tried[inner], target)) <= target.tolerance
+    if near_enough or inner == outermost or (inner is not None and outer == inner + outwards):
+        return None
+    if inner is not None and outer is not None and len(tried) > _ROUNDS // 2:
+        return (inner + outer) // 2
+    ends = (
+        innermost if inner is None else inner + outwards,
+        outermost if outer is None else outer - outwards,
+    )
+    return min(max(_on_the_line(tried, target), min(ends)), max(ends))
+
+
+def _on_the_line(tried: dict[int, Measurement], target: Target) -> int:
     """Where a straight line through the nearest points meets the target, half the tolerance on its good side."""
-    good_side = -target.tolerance / 2 if target.max_kl is not None else target.tolerance / 2
-    near = sorted(tried.values(), key=lambda found: abs(_distance(found, target)))[:2]
+    good_side = -target.tolerance / 2 * _outwards(target)
     slope = _KL_SLOPE if target.max_kl is not None else _RATIO_SLOPE
+    near = sorted(tried, key=lambda step: abs(_distance(tried[step], target)))[:2]
+    secant = slope
     if len(near) == 2:
-        secant = (_distance(near[0], target) - _distance(near[1], target)) / (near[0].step - near[1].step)
-        slope = secant if secant > slope / 4 else slope
-    stride = (good_side - _distance(near[0], target)) / slope
-    stride = max(-_LONGEST_STRIDE, min(_LONGEST_STRIDE, stride))
-    moved = math.floor(stride) if target.max_kl is not None else math.ceil(stride)
-    return min(max(near[0].step + moved, bounds[0]), bounds[1])
+        secant = (_distance(tried[near[0]], target) - _distance(tried[near[1]], target)) / (near[0] - near[1])
+    if secant > slope / 4:
+        stride = (good_side - _distance(tried[near[0]], target)) / secant
+        stride = max(-_LONGEST_STRIDE, min(_LONGEST_STRIDE, stride))
+        return near[0] + (math.floor(stride) if target.max_kl is not None else math.ceil(stride))
+    # A curve as flat as this says nothing: go on twice as far as the last time.
+    *_, before, last = tried
+    towards = 1 if _met(tried[last], target) else -1
+    return last + 2 * towards * _outwards(target) * max(1, abs(last - before))
