@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import DynamicCache
@@ -50,6 +51,10 @@ class Measurement:
         return accounting.coded_ratio(self.geometry, self.sizes())
 
     def summary(self) -> Summary:
+        return self._summary
+
+    @cached_property
+    def _summary(self) -> Summary:
         return summarise([trial.divergence for trial in self.trials])
 
     def domains(self) -> dict[str, "Measurement"]:
@@ -154,14 +159,20 @@ def _next(tried: dict[int, Measurement], target: Target, bounds: tuple[int, int]
 
 
 def _on_the_line(tried: dict[int, Measurement], target: Target) -> int:
-    """Where a straight line through the nearest points meets the target, half the tolerance on its good side."""
+    """Where a straight line meets the target, half the tolerance on its good side.
+
+    The line goes through the steps that bracket the target, or the nearest two where they all lie on one side.
+    """
     good_side = -target.tolerance / 2 * _outwards(target)
     slope = _KL_SLOPE if target.max_kl is not None else _RATIO_SLOPE
     near = sorted(tried, key=lambda step: abs(_distance(tried[step], target)))[:2]
+    ends = [step for step in _bracket(tried, target) if step is not None]
+    if len(ends) == 2:
+        near = ends
     secant = slope
     if len(near) == 2:
         secant = (_distance(tried[near[0]], target) - _distance(tried[near[1]], target)) / (near[0] - near[1])
-    if secant > slope / 4:
+    if secant > slope / 4 or len(ends) == 2:
         stride = (good_side - _distance(tried[near[0]], target)) / secant
         stride = max(-_LONGEST_STRIDE, min(_LONGEST_STRIDE, stride))
         return near[0] + (math.floor(stride) if target.max_kl is not None else math.ceil(stride))

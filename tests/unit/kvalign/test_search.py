@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvalign.accounting import PayloadSizes
@@ -48,6 +48,7 @@ slopes = st.floats(0.02, 0.4)
 
 
 @given(st.floats(1e-4, 1.0), slopes, st.integers(*BOUNDS), st.floats(0.001, 0.5))
+@settings(max_examples=60)
 def test_a_quality_target_is_met_close_by(kl: float, slope: float, start: int, target: float) -> None:
     curve = Curve(kl=kl, kl_slope=slope)
     finest, coarsest = curve.at(BOUNDS[0])[0], curve.at(BOUNDS[1])[0]
@@ -66,6 +67,7 @@ def test_a_quality_target_is_met_close_by(kl: float, slope: float, start: int, t
 
 
 @given(st.floats(2, 100), slopes, st.integers(*BOUNDS), st.floats(3, 60))
+@settings(max_examples=60)
 def test_a_size_target_is_met_close_by(ratio: float, slope: float, start: int, target: float) -> None:
     curve = Curve(ratio=ratio, ratio_slope=slope)
     if curve.at(BOUNDS[1])[1] < target:
@@ -80,6 +82,7 @@ def test_a_size_target_is_met_close_by(ratio: float, slope: float, start: int, t
 
 
 @given(st.integers(0, 999), st.integers(-60, 60))
+@settings(max_examples=60)
 def test_a_noisy_curve_is_met_or_refused_but_never_missed(seed: int, start: int) -> None:
     """Measured curves are not smooth: what is returned still holds."""
     noise = 1 + 0.3 * (torch.rand(401, generator=torch.Generator().manual_seed(seed)) - 0.5)
