@@ -12,6 +12,7 @@ KEYS = {
     *("job_id", "state", "source", "target", "commit", "ratio", "kl_mean", "kl_p99", "top1", "floor_kl"),
     *("artifact_bytes", "generated", "generated_uncompressed", "seconds"),
 }
+LITTLE_TEXT = ["--calibration-tokens", "8192", "--windows", "2"]
 STAGES = ["preflight", "pull", "calibrate", "align", "fit", "validate", "report", "publish"]
 
 
@@ -21,8 +22,7 @@ def test_demo_converts_smollm2() -> None:
     """Calibration text and windows are cut down, so that the numbers are worse than a full conversion's."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVALIGN_", "HF_"))}
     done = subprocess.run(
-        [ROOT / "scripts/demo", "--json", "--calibration-tokens", "8192", "--windows", "2"]
-        + ["--folder", str(ROOT / ".cache/demo")],
+        [ROOT / "scripts/demo", "--json", "--folder", ROOT / ".cache/demo", *LITTLE_TEXT],
         env=environment,
         capture_output=True,
         text=True,
