@@ -164,9 +164,13 @@ class Hub:
             before_create=before_create,
         )
 
-    def remove_unused_target(self, target: Target, *, job_id: str, created: bool) -> bool:
-        """Delete the target if this job made it (created) and never committed to it; whether it did."""
-        return self._publisher(target, job_id, created).remove_unused()
+    def settle(self, target: Target, *, job_id: str, created: bool) -> Published | None:
+        """End a publish() that was left hanging. Returns its commit, if that has happened after all.
+
+        Otherwise a repo that this job made (created) is deleted while it is empty, so that a commit still on its
+        way finds no repo to land in; one that goes to an older repo may still land.
+        """
+        return self._publisher(target, job_id, created).settle()
 
     def _publisher(self, target: Target, job_id: str | None, created: bool) -> Publisher:
         return Publisher(self._client, self.whoami(), target, job_id, created)

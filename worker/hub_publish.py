@@ -98,18 +98,21 @@ class Publisher:
             self._gate(source, state)
             commit = self._commit(state, local, message, on_bytes, before_commit)
         except (Canceled, ConfigInvalid, TargetError):
-            self._try_to_remove_unused()
+            self._try_to_settle()
             raise
         self._verify(commit, local)
         return self._published(commit)
 
-    def remove_unused(self) -> bool:
-        """Delete the repo if this job made it and it holds nothing but its first commit; whether it did."""
-        state = self._look() if self._created else None
-        if state is None or not self._is_untouched(state):
-            return False
-        self._client.ask(self._subject, lambda: self._client.api.delete_repo(self._repo, missing_ok=True))
-        return True
+    def settle(self) -> Published | None:
+        """See Hub.settle."""
+        state = self._look()
+        if state is None:
+            return None
+        if commit := state.commit_of(self._job_id):
+            return self._published(commit)
+        if self._created and self._is_untouched(state):
+            self._client.ask(self._subject, lambda: self._client.api.delete_repo(self._repo, missing_ok=True))
+        return None
 
     def _check_rights(self) -> None:
         name = self._account.name
@@ -267,9 +270,9 @@ class Publisher:
     def _published(self, commit: str) -> Published:
         return Published(self._repo, commit, f"{self._client.endpoint}/{self._repo}")
 
-    def _try_to_remove_unused(self) -> None:
+    def _try_to_settle(self) -> None:
         try:
-            self.remove_unused()
+            self.settle()
         except KvalignError as error:
             logger.warning("could not remove the empty target %s: %s", self._repo, error.message)
 

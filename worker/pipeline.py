@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from kvalign.config import BUILTIN_DATASET, ConversionConfig, is_local_dataset
-from kvalign.errors import Canceled, DatasetInvalid, DiskFull, KvalignError, QualityGate
+from kvalign.errors import Canceled, DatasetInvalid, DiskFull, KvalignError, QualityGate, TimeLimit
 from worker.artifact_files import files_to_publish, report_files
 from worker.database import insist
 from worker.hub import Hub, Published, SourceInfo
@@ -192,19 +192,29 @@ class _Attempt:
         files = files_to_publish(self._config.target.layout, model, artifact)
         hub, begun = self._hub(), self._target_begun()
         with self._stage(Stage.PUBLISH):
-            return self._watch.during(
-                lambda: hub.publish(
-                    self._config.target,
-                    source,
-                    files,
-                    job_id=self._job.id,
-                    message=f"Convert {source.repo} with kvalign",
-                    on_bytes=self._on_bytes(Stage.PUBLISH),
-                    before_create=lambda: insist(self._lease.begin_target, self._lease.lease_s),
-                    before_commit=self._watch.confirm,
-                    created=begun,
+            try:
+                return self._watch.during(
+                    lambda: hub.publish(
+                        self._config.target,
+                        source,
+                        files,
+                        job_id=self._job.id,
+                        message=f"Convert {source.repo} with kvalign",
+                        on_bytes=self._on_bytes(Stage.PUBLISH),
+                        before_create=lambda: insist(self._lease.begin_target, self._lease.lease_s),
+                        before_commit=self._watch.confirm,
+                        created=begun,
+                    )
                 )
-            )
+            except (Canceled, TimeLimit):
+                if published := self._settled():
+                    return published
+                raise
+
+    def _settled(self) -> Published | None:
+        """After a publish() that may still hang: nothing of it stays on the Hub, or it has happened and counts."""
+        hub, begun = self._hub(), self._target_begun()
+        return self._watch.after_all(lambda: hub.settle(self._config.target, job_id=self._job.id, created=begun))
 
     @contextmanager
     def _stage(self, stage: Stage) -> Iterator[None]:

@@ -80,8 +80,7 @@ class Watch:
         its end instead has happened, and counts: the next check() raises. One that hangs is left behind, and ends
         with this process, which takes no further job.
         """
-        outcome: Future[T] = Future()
-        threading.Thread(target=_settle, args=(outcome, call), name="transfer", daemon=True).start()
+        outcome = _started(call)
         try:
             while not wait([outcome], timeout=_POLL_S).done:
                 self.check()
@@ -90,6 +89,17 @@ class Watch:
             if not ended or outcome.exception() is not None:
                 raise
         return outcome.result()
+
+    def after_all(self, call: Callable[[], T]) -> T | None:
+        """Run something that blocks although check() has raised, for GRACE_S at most; None when it fails or hangs."""
+        outcome = _started(call)
+        if not wait([outcome], timeout=GRACE_S).done:
+            _log.warning("the Hub did not answer in time; what was begun there may be left")
+            return None
+        error = outcome.exception()
+        if error is not None:
+            _log.warning("what was begun on the Hub may be left there: %s", error)
+        return None if error is not None else outcome.result()
 
     def _check(self) -> None:
         now = self._clock()
@@ -118,6 +128,13 @@ class Watch:
             return
         if state == JobState.CANCELLING:
             raise Canceled("The job was canceled.")
+
+
+def _started(call: Callable[[], T]) -> Future[T]:
+    """A call on a thread of its own, which does not keep the process from ending."""
+    outcome: Future[T] = Future()
+    threading.Thread(target=_settle, args=(outcome, call), name="transfer", daemon=True).start()
+    return outcome
 
 
 def _settle(outcome: Future[T], call: Callable[[], T]) -> None:

@@ -684,14 +684,21 @@ def test_cancel_never_removes_a_repo_with_something_in_it(publishing: Published)
     assert len(publishing.titles()) == 2
 
 
-def test_remove_unused_target(publishing: Published) -> None:
-    api, remove = publishing.devhub.api(), publishing.hub.remove_unused_target
-    assert not remove(publishing.target, job_id="job_one", created=True)
+def test_settle_removes_an_empty_repo_of_this_job(publishing: Published) -> None:
+    api, settle = publishing.devhub.api(), publishing.hub.settle
+    assert settle(publishing.target, job_id="job_one", created=True) is None
     api.create_repo(publishing.target.repo)
-    assert not remove(publishing.target, job_id="job_one", created=False)
+    assert settle(publishing.target, job_id="job_one", created=False) is None
     assert publishing.exists()
-    assert remove(publishing.target, job_id="job_one", created=True)
+    assert settle(publishing.target, job_id="job_one", created=True) is None
     assert not publishing.exists()
+
+
+def test_settle_finds_a_commit_that_has_happened(publishing: Published) -> None:
+    published = publishing.publish("job_one")
+    assert publishing.hub.settle(publishing.target, job_id="job_one", created=True) == published
+    assert publishing.hub.settle(publishing.target, job_id="job_two", created=True) is None
+    assert publishing.exists()
 
 
 def test_an_upload_is_retried_and_a_lost_token_is_not(publishing: Published) -> None:

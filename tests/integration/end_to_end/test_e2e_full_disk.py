@@ -1,0 +1,78 @@
+"""A disk that is too small for a job, and one that fills up in the middle of it."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from e2e_services import Json, Services, Worker, conversion, wait_for
+
+MIB = 2**20
+MOUNT = "mount -t tmpfs -o size=$1 kvalign-test $2 && shift 2 && exec $@"
+
+
+@pytest.fixture
+def small_disk(resting_services: Services, tmp_path: Path) -> Iterator["SmallDisk"]:
+    resting_services.stop_worker()
+    yield SmallDisk(resting_services, tmp_path / "disk")
+    resting_services.stop_worker()
+
+
+class SmallDisk:
+    """A worker whose data folder is a file system of its own, which nobody else sees and which ends with it."""
+
+    def __init__(self, services: Services, folder: Path) -> None:
+        folder.mkdir()
+        self._services = services
+        self._folder = folder
+
+    def start(self, size_bytes: int) -> Worker:
+        user = [] if os.getuid() == 0 else ["--map-root-user"]
+        shell = ["sh", "-ec", MOUNT, "sh", str(size_bytes), str(self._folder)]
+        return self._services.start_worker(
+            "unshare", "--mount", *user, *shell, KVALIGN_DATA_DIR=str(self._folder), KVALIGN_FAILED_KEPT_S="0"
+        )
+
+    def seen_from_here(self, worker: Worker) -> Path:
+        return Path(f"/proc/{worker.process.pid}/root{self._folder}")
+
+    def fill(self, worker: Worker) -> Path:
+        """Another program writes until nothing fits any more."""
+        hog = self.seen_from_here(worker) / "hog"
+        with hog.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(MIB))
+        return hog
+
+    def workspaces(self, worker: Worker) -> list[str]:
+        return [path.name for path in (self.seen_from_here(worker) / "jobs").glob("job_*")]
+
+
+def assert_full(services: Services, job: Json) -> Json:
+    failed = services.person().reach(job, "failed")
+    assert failed["error"]["code"] == "disk_full"
+    assert failed["error"]["remedy"]
+    assert not services.exists(job["config"]["target"]["repo"])
+    return failed
+
+
+def test_too_small_a_disk_is_seen_before_anything_is_pulled(resting_services: Services, small_disk: SmallDisk) -> None:
+    ada, worker = resting_services.person(), small_disk.start(50 * MIB)
+    job = ada.submit(conversion("ada/llama", "ada/too-large"))
+    assert_full(resting_services, job)
+    assert ada.stages(job, "started") == ["preflight"]
+    wait_for(lambda: not small_disk.workspaces(worker))
+
+
+def test_a_disk_that_fills_up_fails_the_job_alone(resting_services: Services, small_disk: SmallDisk) -> None:
+    ada, worker = resting_services.person(), small_disk.start(200 * MIB)
+    job = ada.submit(conversion("ada/llama", "ada/filled", calibration={"tokens": 100_000, "sequence_length": 96}))
+    ada.see(job, "calibrate", unit="passes", done=20)
+    hog = small_disk.fill(worker)
+    assert_full(resting_services, job)
+    wait_for(lambda: not small_disk.workspaces(worker))
+    hog.unlink()
+    ada.retry(job)
+    ada.reach(job, "succeeded")
+    assert worker.process.poll() is None
