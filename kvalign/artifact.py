@@ -22,14 +22,16 @@ from torch import Tensor
 
 from kvalign.align.basis import Basis
 from kvalign.capture import CacheShape
-from kvalign.codec import Codec, OperatingPoint, Transform
+from kvalign.codec import Codec
 from kvalign.container import CODEC_ID_BYTES
+from kvalign.curve import OperatingPoint
 from kvalign.entropy.classes import Tables
 from kvalign.errors import ArtifactInvalid
 from kvalign.geometry import KINDS, Geometry
 from kvalign.quantize import STEP_LIMIT
 from kvalign.rope import Pairing, Rope
 from kvalign.statistics import FeatureGroup
+from kvalign.transform import Transform
 
 SCHEMA_VERSION = 1
 CONFIG_NAME = "kvalign_config.json"

@@ -6,9 +6,7 @@
 Knows no calibration and no files: artifact.py reads and writes what a Codec holds.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,66 +16,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvalign import container
+from kvalign import container, verbatim
 from kvalign.accounting import PayloadSizes
 from kvalign.capture import CacheShape, layer_tensors, token_matrix
+from kvalign.curve import OperatingPoint, step_for_kl, step_for_ratio
 from kvalign.entropy.classes import LOWEST, Tables
-from kvalign.entropy.rans import CLASS_LIMIT, BlockCoder
+from kvalign.entropy.rans import BlockCoder
 from kvalign.errors import ConfigInvalid, PayloadInvalid
 from kvalign.geometry import KINDS, Kind, TokenSplit
-from kvalign.quantize import LARGEST_SYMBOL, STEP_LIMIT, dequantize, quantize, step_size
-from kvalign.statistics import FeatureGroup
+from kvalign.quantize import LARGEST_SYMBOL, STEP_LIMIT, dequantize, quantize
+from kvalign.token_steps import COARSEST_SHIFT, FINEST_SHIFT, shift_bytes, shifts_by_attention, step_sizes
+from kvalign.transform import Transform
 from kvalign.watch import RecentQueries
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK_TOKENS = 128
-# Steps of single tokens shift in quarter octaves, by at most one and a half octaves towards finer.
-FINEST_SHIFT, COARSEST_SHIFT = -6, 8
-_SIXTEENTHS_A_SHIFT = 4
-_FLOAT16_SAFE = 60_000.0
-
-
-@dataclass(frozen=True)
-class Transform:
-    """The transform of one feature group; components by falling scale.
-
-    mean       [P] float32
-    analysis   [P, R] float32
-    synthesis  [R, P] float32, a left inverse up to the rank: x ~ y @ synthesis + mean
-    scales     [R] int16, mean magnitude of each component in sixteenths of an octave
-    """
-
-    group: FeatureGroup
-    mean: Tensor
-    analysis: Tensor
-    synthesis: Tensor
-    scales: NDArray[np.int16]
-
-    def classes(self, step: int) -> NDArray[np.int16]:
-        """Class of each component that is coded at a step: [r], r <= R, the widest components."""
-        classes = (self.scales.astype(np.int32) - step + 2) >> 2
-        return np.minimum(classes[classes >= LOWEST], CLASS_LIMIT).astype(np.int16)
-
-    def token_classes(self, step: int, shifts: NDArray[np.int8]) -> NDArray[np.int16]:
-        """Class of each token and component, [T, r]; r covers the finest token, and the others' rest is below LOWEST.
-
-        shifts   [T], of each token's step, in quarter octaves
-        """
-        finest = step + _SIXTEENTHS_A_SHIFT * int(shifts.min(initial=0))
-        coded = self.classes(finest).size
-        classes = ((self.scales[:coded].astype(np.int32) - step + 2) >> 2)[None, :] - shifts[:, None]
-        return np.minimum(classes, CLASS_LIMIT).astype(np.int16)
-
-
-@dataclass(frozen=True)
-class OperatingPoint:
-    """What one step was measured to give on held-out text (protocol R)."""
-
-    step: int
-    ratio: float
-    kl_mean: float
-    kl_p99: float
-    top1: float
 
 
 class Codec:
@@ -184,23 +137,10 @@ class Codec:
                 raise ConfigInvalid(f"Step {step} is outside -{STEP_LIMIT} to {STEP_LIMIT}.", "Give a step in between.")
             return step
         if max_kl is not None:
-            return self._from_curve("kl_mean", max_kl, math.floor)
+            return step_for_kl(self.curve, max_kl)
         if ratio is not None:
-            return self._from_curve("ratio", ratio, math.ceil)
+            return step_for_ratio(self.curve, ratio)
         return self.recommended
-
-    def _from_curve(self, name: str, wanted: float, rounding: Any) -> int:
-        """Step at which the curve reaches a value, by straight lines over its logarithm."""
-        known = [getattr(point, name) for point in self.curve]
-        if not known or not min(known) <= wanted <= max(known):
-            span = f"{min(known):.4g} to {max(known):.4g}" if known else "no point"
-            raise ConfigInvalid(
-                f"{name} {wanted:.4g} is outside what this codec was measured for ({span}).",
-                "Ask within that range, or convert the model again with this target.",
-            )
-        logs = np.maximum.accumulate(np.log([max(value, 1e-12) for value in known]))
-        at = float(np.interp(math.log(wanted), logs, [point.step for point in self.curve]))
-        return int(rounding(round(at, 6)))
 
     # ---- encoding
 
@@ -210,7 +150,7 @@ class Codec:
         tensors = layer_tensors(cache)
         self._check_cache(tensors)
         first = tensors[0][0]
-        verbatim_dtype = self._verbatim_dtype(tensors)
+        verbatim_dtype = verbatim.verbatim_dtype(tensors)
         rows = [
             self._encode_row(cache, row, padding, step, verbatim_dtype, queries)
             for row, padding in enumerate(_left_padding(attention_mask, first.shape[0], first.shape[2]))
@@ -246,21 +186,18 @@ class Codec:
         blocks = []
         for start in range(0, split.body, BLOCK_TOKENS):
             part = slice(start, min(start + BLOCK_TOKENS, split.body))
-            block = container.Block(self._coder.encode(symbols[part], classes[part]), shifts=_shift_bytes(shifts[part]))
+            block = container.Block(self._coder.encode(symbols[part], classes[part]), shifts=shift_bytes(shifts[part]))
             raw_size = 2 * self.shape.geometry.values_per_token * (part.stop - part.start)
             if len(block.stored) >= raw_size or np.abs(symbols[part]).max(initial=0) >= LARGEST_SYMBOL:
                 inside = list(range(body.start + part.start, body.start + part.stop))
-                block = container.Block(_raw(tensors, row, inside, verbatim_dtype), raw=True)
+                block = container.Block(verbatim.to_bytes(tensors, row, inside, verbatim_dtype), raw=True)
             blocks.append(block)
-        return container.Row(padding, 0, _raw(tensors, row, kept, verbatim_dtype), tuple(blocks))
+        return container.Row(padding, 0, verbatim.to_bytes(tensors, row, kept, verbatim_dtype), tuple(blocks))
 
     def _shifts(
         self, tensors: list[tuple[Tensor, Tensor]], row: int, body: slice, padding: int, queries: RecentQueries | None
     ) -> NDArray[np.int8]:
-        """Shift of each body token's step in quarter octaves, [T] int8: finer where the last queries look.
-
-        step_t = step 2^(-beta (log2 a_t - mean)), a_t the root mean square attention that token t receives.
-        """
+        """Shift of each body token's step, [T] int8; zeros when the queries were not watched."""
         received = [
             found
             for layer, (keys, _) in enumerate(tensors)
@@ -268,16 +205,14 @@ class Codec:
         ]
         if not received or not self.token_beta or body.stop == body.start:
             return np.zeros(body.stop - body.start, dtype=np.int8)
-        level = torch.stack(received).mean(0)[body].clamp_min(1e-20).log2() / 2
-        shift = -4 * self.token_beta * (level - level.mean())
-        return shift.round().clamp(FINEST_SHIFT, COARSEST_SHIFT).to(torch.int8).numpy()
+        return shifts_by_attention([part[body] for part in received], self.token_beta)
 
     def _symbols(
         self, cache: Any, row: int, body: slice, padding: int, step: int, shifts: NDArray[np.int8]
     ) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
         """Symbols of the body tokens over all groups side by side, and their classes: [T, r] each."""
         positions = torch.arange(body.start, body.stop) - padding
-        sizes = _step_sizes(step, shifts)
+        sizes = step_sizes(step, shifts)
         matrices = {kind: token_matrix(cache, kind, self.shape, row, body, positions).cpu() for kind in KINDS}
         symbols, classes = [], []
         for transform in self.transforms:
@@ -287,14 +222,6 @@ class Codec:
             symbols.append(np.where(coded >= LOWEST, quantize(y, sizes).numpy(), 0))
             classes.append(coded)
         return np.concatenate(symbols, axis=1), np.concatenate(classes, axis=1)
-
-    def _verbatim_dtype(self, tensors: list[tuple[Tensor, Tensor]]) -> torch.dtype:
-        """16-bit type of verbatim tokens: the cache's own, or for float32 the finest that holds its range."""
-        dtype = tensors[0][0].dtype
-        if dtype != torch.float32:
-            return dtype
-        peak = max(float(x.abs().max()) for pair in tensors for x in pair)
-        return torch.float16 if peak < _FLOAT16_SAFE else torch.bfloat16
 
     def _check_cache(self, tensors: list[tuple[Tensor, Tensor]]) -> None:
         wanted = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in self.shape.geometry.layers]
@@ -339,14 +266,14 @@ class Codec:
         split = TokenSplit.of(held, payload.sink_tokens, payload.recent_tokens)
         dtype = DTYPES[payload.dtype_code]
         verbatim_dtype = DTYPES[payload.verbatim_dtype_code]
-        kept = self._from_raw(row.verbatim, split.verbatim, verbatim_dtype)
+        kept = verbatim.from_bytes(row.verbatim, self.shape.geometry, split.verbatim, verbatim_dtype)
         body = self._decode_body(payload, row, split, verbatim_dtype)
         result: dict[Kind, list[Tensor]] = {}
         for kind in KINDS:
             result[kind] = []
-            for verbatim, coded in zip(kept[kind], body[kind], strict=True):
+            for whole, coded in zip(kept[kind], body[kind], strict=True):
                 padding = torch.zeros(coded.shape[0], row.padding, coded.shape[2])
-                parts = [padding, verbatim[:, : split.sink], coded, verbatim[:, split.sink :]]
+                parts = [padding, whole[:, : split.sink], coded, whole[:, split.sink :]]
                 # What rounding carries past the largest number of the dtype must not become infinite.
                 limit = torch.finfo(dtype).max
                 result[kind].append(torch.cat(parts, dim=1).clamp_(-limit, limit).to(dtype))
@@ -373,11 +300,11 @@ class Codec:
             if not block.raw:
                 symbols[span] = self._coder.decode(block.data, np.ascontiguousarray(classes[span]))
         widths = [part.shape[1] for part in parts]
-        sizes = _step_sizes(payload.step, shifts)
+        sizes = step_sizes(payload.step, shifts)
         coded = self._synthesise(symbols, widths, sizes, row.position + split.sink, DTYPES[payload.dtype_code])
         for span, block in zip(spans, row.blocks, strict=True):
             if block.raw:
-                plain = self._from_raw(block.data, span.stop - span.start, verbatim_dtype)
+                plain = verbatim.from_bytes(block.data, self.shape.geometry, span.stop - span.start, verbatim_dtype)
                 for kind in KINDS:
                     for target, source in zip(coded[kind], plain[kind], strict=True):
                         target[:, span] = source
@@ -405,46 +332,9 @@ class Codec:
                 result[transform.group.kind].append(heads.contiguous())
         return result
 
-    def _from_raw(self, data: bytes, tokens: int, dtype: torch.dtype) -> dict[Kind, list[Tensor]]:
-        """Inverse of _raw: float32 [H, T, D] of each layer."""
-        if len(data) != 2 * self.shape.geometry.values_per_token * tokens:
-            raise PayloadInvalid("A raw block of the payload has the wrong length.", "Fetch the payload again.")
-        numbers = torch.frombuffer(bytearray(data), dtype=torch.int16).view(dtype) if data else torch.zeros(0)
-        result: dict[Kind, list[Tensor]] = {kind: [] for kind in KINDS}
-        at = 0
-        for layer in self.shape.geometry.layers:
-            for kind in KINDS:
-                count = tokens * layer.width(kind)
-                part = numbers[at : at + count].view(layer.kv_heads, tokens, layer.head_dim(kind))
-                at += count
-                result[kind].append(part.float())
-        return result
-
     @cached_property
     def _coder(self) -> BlockCoder:
         return BlockCoder(self.tables)
-
-
-def _step_sizes(step: int, shifts: NDArray[np.int8]) -> Tensor:
-    """Size of each token's step, [T, 1] float32."""
-    return torch.tensor([[step_size(step + _SIXTEENTHS_A_SHIFT * int(shift))] for shift in shifts]).view(-1, 1)
-
-
-def _shift_bytes(shifts: NDArray[np.int8]) -> bytes:
-    return shifts.tobytes() if shifts.any() else b""
-
-
-def _raw(tensors: list[tuple[Tensor, Tensor]], row: int, tokens: list[int], dtype: torch.dtype) -> bytes:
-    """Tokens of one row in 16 bit: layer by layer, keys then values, each [H, T, D]."""
-    if not tokens:
-        return b""
-    picked = torch.tensor(tokens)
-    parts = [
-        x[row].index_select(1, picked.to(x.device)).to(dtype).cpu().contiguous().view(torch.int16).numpy().tobytes()
-        for pair in tensors
-        for x in pair
-    ]
-    return b"".join(parts)
 
 
 def _left_padding(attention_mask: Tensor | None, rows: int, tokens: int) -> list[int]:

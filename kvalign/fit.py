@@ -7,11 +7,11 @@ from torch import Tensor
 
 from kvalign.align.basis import Basis
 from kvalign.capture import Captured
-from kvalign.codec import Transform
 from kvalign.entropy.classes import LOWEST, Tables, fitted_tables, laplace_tables, scale_number
 from kvalign.entropy.rans import count_symbols
 from kvalign.geometry import Geometry
 from kvalign.quantize import quantize, step_size
+from kvalign.transform import Transform
 
 # Steps at which symbols are counted, about the one where the codec is expected to work.
 _COUNTED_OFFSETS = (-16, -8, 0, 8, 16)

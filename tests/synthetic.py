@@ -13,7 +13,7 @@ from kvalign import fit
 from kvalign.align.basis import fit_basis, head_weights
 from kvalign.artifact import Artifact, BaseModel, StoredGroup
 from kvalign.capture import CacheShape, Captured
-from kvalign.codec import OperatingPoint
+from kvalign.curve import OperatingPoint
 from kvalign.geometry import KINDS, Geometry, Kind, LayerGeometry
 from kvalign.rope import NO_ROPE, Rope
 from kvalign.statistics import Statistics, feature_groups

@@ -10,7 +10,8 @@ from transformers import DynamicCache
 
 from kvalign import accounting
 from kvalign.accounting import PayloadSizes
-from kvalign.codec import Codec, OperatingPoint
+from kvalign.codec import Codec
+from kvalign.curve import OperatingPoint
 from kvalign.errors import ConfigInvalid
 from kvalign.evaluate.metrics import Divergence, Summary, summarise
 from kvalign.evaluate.protocol import PreparedWindow, Trial, try_coder

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvalign import accounting
 from kvalign.accounting import PayloadSizes
-from kvalign.codec import OperatingPoint
+from kvalign.curve import OperatingPoint
 from kvalign.evaluate.metrics import Summary, summarise
 from kvalign.evaluate.search import Measurement
 

@@ -13,10 +13,11 @@ from transformers import DynamicCache
 
 from kvalign import container
 from kvalign.artifact import Artifact
-from kvalign.codec import BLOCK_TOKENS, COARSEST_SHIFT, DTYPES, FINEST_SHIFT, Codec
+from kvalign.codec import BLOCK_TOKENS, DTYPES, Codec
 from kvalign.errors import ConfigInvalid, KvalignError, PayloadInvalid, SourceUnsupported
 from kvalign.geometry import KINDS
 from kvalign.rope import Rope
+from kvalign.token_steps import COARSEST_SHIFT, FINEST_SHIFT
 from kvalign.watch import KEPT_QUERIES, RecentQueries
 
 SINK, RECENT = 2, 3
