@@ -13,13 +13,14 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from service.api_client import ApiClient, ApiError, is_loopback
 from service.follow import Bars, JsonLines, Lines, View, printable, show_all
 
 DEFAULT_API = "http://127.0.0.1:8400"
+_UNFOLDED_COLUMNS = 10_000
 _USAGE_CODES = {"config_invalid", "request_invalid"}
 
 Command = Callable[..., None]
@@ -125,7 +126,8 @@ def jobs(
     if as_json:
         click.echo(json.dumps(page))
         return
-    Console().print(_table(page["data"]))
+    # Lines are whole where a program reads them, and ids everywhere: people copy them.
+    Console(width=None if sys.stdout.isatty() else _UNFOLDED_COLUMNS).print(_table(page["data"]))
     if page["has_more"]:
         _say(f"There are more: --after {page['data'][-1]['id']}", error=True)
 
@@ -213,7 +215,9 @@ def _print_outcome(job: dict[str, Any]) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("id", "state", "stage", "source", "target", "created (UTC)", box=None, pad_edge=False)
+    table = Table(
+        Column("id", no_wrap=True), "state", "stage", "source", "target", "created (UTC)", box=None, pad_edge=False
+    )
     for job in rows:
         stage = job["stage"] or (f"place {job['place_in_queue']}" if job["place_in_queue"] else "")
         percent = f" {job['percent']:.0f}%" if job["percent"] is not None and job["state"] == "running" else ""

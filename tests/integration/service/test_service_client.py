@@ -116,9 +116,11 @@ def test_an_api_that_is_not_there() -> None:
 
 def test_jobs_are_listed(service_api: Api) -> None:
     job = new_job(service_api)
-    plain = kvalign(service_api, "jobs", "--state", "queued", COLUMNS="200")
+    plain = kvalign(service_api, "jobs", "--state", "queued")
     assert plain.returncode == 0
-    assert job.id in plain.stdout
+    [line] = [line for line in plain.stdout.splitlines() if job.id in line]
+    assert line.split()[:2] == [job.id, "queued"]
+    assert job.config.target.repo in line
     listed = json.loads(kvalign(service_api, "jobs", "--limit", "1", "--json").stdout)
     assert (listed["data"][0]["id"], listed["has_more"]) == (job.id, True)
 
