@@ -1,4 +1,4 @@
-"""Made-up caches whose features share a rotated, anisotropic covariance over all layers and heads, and codecs for them.
+"""Made-up caches with one rotated, anisotropic covariance over all layers and heads; codecs for them; measurements.
 
 A transposed or mis-scaled basis cannot hide here, as it could among independent channels. Knows no test.
 """
@@ -10,10 +10,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvalign import fit
+from kvalign.accounting import PayloadSizes
 from kvalign.align.basis import fit_basis, head_weights
 from kvalign.artifact import Artifact, BaseModel, StoredGroup
 from kvalign.capture import CacheShape, Captured
 from kvalign.curve import OperatingPoint
+from kvalign.evaluate.metrics import Divergence
+from kvalign.evaluate.protocol import Trial
+from kvalign.evaluate.search import Measurement
 from kvalign.geometry import KINDS, Geometry, Kind, LayerGeometry
 from kvalign.rope import NO_ROPE, Rope
 from kvalign.statistics import Statistics, feature_groups
@@ -27,6 +31,7 @@ SHAPE = CacheShape(
         Rope("interleaved", torch.tensor([0.5])),
     ),
 )
+WIDE = Geometry((LayerGeometry(4, 64, 64),))
 CURVE = (
     OperatingPoint(step=-20, ratio=4.0, kl_mean=0.001, kl_p99=0.01, top1=0.99),
     OperatingPoint(step=-10, ratio=8.0, kl_mean=0.004, kl_p99=0.04, top1=0.97),
@@ -121,3 +126,11 @@ def with_other_id(artifact: Artifact) -> Artifact:
     """The same codec but for one number: another id."""
     first, *others = artifact.groups
     return replace(artifact, groups=(replace(first, mean=first.mean + 1), *others))
+
+
+def measured(step: int, kl: float, ratio: float, domain: str = "d") -> Measurement:
+    """What a codec of this KL and ratio would have measured."""
+    values = torch.full((10,), kl)
+    coded = round(2 * WIDE.values_per_token * 10_000 / ratio)
+    sizes = PayloadSizes(coded=coded, verbatim=3072, side_info=0, body_tokens=10_000, verbatim_tokens=3)
+    return Measurement(step, (Trial(domain, Divergence(values, values, torch.ones(10), values), sizes),), WIDE)

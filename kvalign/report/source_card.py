@@ -53,7 +53,7 @@ def _front_matter(readme: Path) -> dict[Any, Any]:
         return {}
     try:
         found = yaml.load(head[4:end], _NoAliases)  # noqa: S506  a SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except Exception:  # PyYAML's constructors let through whatever a value trips them over
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -6,26 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic import WIDE, measured
 
-from kvalign.accounting import PayloadSizes
 from kvalign.errors import ConfigInvalid
-from kvalign.evaluate.metrics import Divergence
-from kvalign.evaluate.protocol import Trial
 from kvalign.evaluate.search import Measurement, Target, search_step
 from kvalign.evaluate.validation import Validation
-from kvalign.geometry import Geometry, LayerGeometry
 
-GEOMETRY = Geometry((LayerGeometry(4, 64, 64),))
 BOUNDS = (-200, 200)
-BODY = 10_000
-
-
-def measured(step: int, kl: float, ratio: float, domain: str = "d") -> Measurement:
-    """What a codec of this KL and ratio would have measured."""
-    values = torch.full((10,), kl)
-    coded = round(2 * GEOMETRY.values_per_token * BODY / ratio)
-    sizes = PayloadSizes(coded=coded, verbatim=3072, side_info=0, body_tokens=BODY, verbatim_tokens=3)
-    return Measurement(step, (Trial(domain, Divergence(values, values, torch.ones(10), values), sizes),), GEOMETRY)
 
 
 class Curve:
@@ -122,7 +109,7 @@ def test_measurements_split_by_domain_and_add_up() -> None:
     together = Measurement(
         3,
         measured(3, 0.1, 10, "a").trials + measured(3, 0.3, 20, "b").trials + measured(3, 0.5, 20, "b").trials,
-        GEOMETRY,
+        WIDE,
     )
     parts = together.domains()
     assert list(parts) == ["a", "b"]

@@ -1,0 +1,230 @@
+"""The report, its gate and its card: front matter that the Hub's client takes, hostile text kept from acting."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import measured
+
+from kvalign.align.procrustes import HeadAlignment
+from kvalign.artifact import Artifact
+from kvalign.config import ConversionConfig
+from kvalign.evaluate.protocol import FLOOR_LIMIT
+from kvalign.evaluate.validation import Validation
+from kvalign.report import card
+from kvalign.report.build import build_report, gate_failures
+from kvalign.text import Document
+
+HOSTILE = (
+    "<script>alert(1)</script> [x](javascript:alert(1)) | `code` ![i](http://e/p.png)\n\n# head\n---\n&amp; $x$ *b*"
+)
+
+
+def config(**sections: Any) -> ConversionConfig:
+    data = {"source": {"repo": "org/model"}, "target": {"repo": "me/tiny_kv"}}
+    return ConversionConfig.parse(data | sections)
+
+
+def validation(*, floor_kl: float = 1e-9, kl: tuple[float, ...] = (0.01, 0.02), domains: str = "ab") -> Validation:
+    trials = tuple(measured(4, value, 12.0, domain).trials[0] for value, domain in zip(kl, domains, strict=True))
+    chosen = replace(measured(4, kl[0], 12.0), trials=trials)
+    others = [measured(-8, kl[0] / 2, 8.0), measured(10, kl[0] * 2, 16.0)]
+    return Validation.of([chosen, *others], floor_kl=floor_kl, prefix_tokens=768, continuation_tokens=256)
+
+
+@pytest.fixture
+def report(artifact: Artifact, tmp_path: Path) -> dict[str, Any]:
+    return build(artifact, tmp_path)
+
+
+def split(text: str) -> tuple[str, str]:
+    """Front matter and body, parted at lines that are --- and nothing else."""
+    _, front, body = re.split(r"^---$\n?", text, maxsplit=2, flags=re.MULTILINE)
+    return front, body
+
+
+def build(artifact: Artifact, folder: Path, found: Validation | None = None, **sections: Any) -> dict[str, Any]:
+    provenance = {
+        "calibration": {
+            "dataset": "builtin",
+            "domains": ["code", "stories"],
+            "documents": ["0" * 64],
+            "fingerprint": "f" * 64,
+            "tokens": 32_768,
+            "seed": 0,
+        }
+    }
+    return build_report(
+        config(**sections),
+        replace(artifact, provenance=provenance),
+        found or validation(),
+        {"keys": HeadAlignment(6, 0.01, 0.4), "values": HeadAlignment(6, 0.02, 0.3)},
+        source_dir=folder,
+        held_out=[Document("a", "text"), Document("b", "more text")],
+    )
+
+
+# ---- the report
+
+
+def test_the_summary_is_what_was_measured(report: dict[str, Any], artifact: Artifact) -> None:
+    summary = report["summary"]
+    assert summary["ratio"] == pytest.approx(12, rel=1e-3)
+    assert summary["kl_mean"] == pytest.approx(0.015)
+    assert summary["kl_p99"] == pytest.approx(0.02, rel=0.01)
+    assert summary["top1"] == 1
+    assert summary["floor_kl"] == 1e-9
+    assert summary["artifact_bytes"] == len(artifact.tensor_bytes)
+    assert report["gate"] == {"max_kl": 0.05, "min_top1": 0.85, "passed": True, "failures": []}
+
+
+def test_a_report_is_plain_json_without_numbers_that_are_none(report: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+def test_sizes_name_their_numerators(report: dict[str, Any]) -> None:
+    sizes = report["sizes"]
+    assert "bf16" in sizes["ratio_means"]
+    assert "bf16" in sizes["cache_ratio_means"]
+    by_tokens = list(sizes["cache_ratio_by_tokens"].values())
+    assert by_tokens == sorted(by_tokens)
+    assert by_tokens[-1] < sizes["coded_ratio"]
+    spread = sizes["cache_ratio_with_artifact_spread_over_tokens"]
+    assert spread["10000"] < spread["1000000"] < by_tokens[-1]
+
+
+def test_the_worst_windows_are_listed_first(report: dict[str, Any]) -> None:
+    assert [window["domain"] for window in report["quality"]["worst_windows"]] == ["b", "a"]
+
+
+# ---- the gate
+
+
+@pytest.mark.parametrize(
+    ("found", "gate", "message"),
+    [
+        (validation(), {"max_kl": 0.019}, "mean KL on 'b' is 0.02 nats, above the gate's 0.019"),
+        (validation(), {"min_top1": 1.0}, None),
+        (validation(kl=(2.0, 0.02)), {"max_kl": 10, "min_top1": 1.0}, None),
+        (validation(floor_kl=1e-5), {}, "the run is void: the uncompressed model differs from itself by KL 1e-05"),
+        (validation(floor_kl=FLOOR_LIMIT), {}, "the run is void"),
+        (validation(floor_kl=float("nan")), {}, "the run is void"),
+        (validation(kl=(float("nan"), 0.01)), {}, "mean KL on 'a' is nan"),
+    ],
+)
+def test_the_gate_judges_each_domain_and_the_floor(
+    found: Validation, gate: dict[str, float], message: str | None
+) -> None:
+    failures = gate_failures(config(validation={"gate": gate}), found)
+    assert len(failures) == (message is not None)
+    if message:
+        assert message in failures[0]
+
+
+def test_the_gate_judges_top1(artifact: Artifact, tmp_path: Path) -> None:
+    found = validation()
+    low = replace(found.domains["a"], summary=replace(found.domains["a"].summary, top1=0.84))
+    found = replace(found, domains={**found.domains, "a": low})
+    assert gate_failures(config(), found) == ["top-1 agreement on 'a' is 0.8400, below the gate's 0.85"]
+    report = build(artifact, tmp_path, found)
+    assert not report["gate"]["passed"]
+    assert "Not published: the quality gate failed" in card.render(report)
+    assert r"top-1 agreement on 'a' is 0.8400" in card.render(report)
+
+
+# ---- the card
+
+
+def test_the_hubs_client_takes_the_front_matter(report: dict[str, Any]) -> None:
+    found = ModelCard(card.render(report), ignore_metadata_errors=False)
+    data = found.data
+    assert isinstance(data, ModelCardData)
+    assert data.base_model == "org/model"
+    assert data.library_name == "transformers"
+    assert data.model_name == "tiny_kv"
+    results = {(result.dataset_name, result.metric_type): result.metric_value for result in data.eval_results or []}
+    assert results["kvalign held-out text: a", "kl_nats_mean"] == pytest.approx(0.01)
+    assert results["kvalign held-out text: b", "coded_ratio"] == pytest.approx(12, rel=1e-3)
+    assert len(results) == 6
+    again = ModelCardData(**{**data.to_dict(), "ignore_metadata_errors": False})
+    assert again.to_dict()["model-index"] == data.to_dict()["model-index"]
+
+
+@pytest.mark.parametrize(("layout", "relation"), [("full", "quantized"), ("codec", "adapter")])
+def test_layouts_say_how_they_relate_to_their_base(
+    artifact: Artifact, tmp_path: Path, layout: str, relation: str
+) -> None:
+    report = build(artifact, tmp_path, target={"repo": "me/tiny_kv", "layout": layout})
+    assert card.front_matter(report)["base_model_relation"] == relation
+
+
+def test_licence_and_gate_text_reach_the_front_matter_and_override_nothing(artifact: Artifact, tmp_path: Path) -> None:
+    front = {
+        "license": "other",
+        "license_name": "x: y\n- z",
+        "extra_gated_prompt": HOSTILE,
+        "base_model": "evil/model",
+        "tags": ["evil"],
+    }
+    (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n")
+    found = yaml.safe_load(split(card.render(build(artifact, tmp_path)))[0])
+    assert found["license_name"] == "x: y\n- z"
+    assert found["extra_gated_prompt"] == HOSTILE
+    assert found["base_model"] == "org/model"
+    assert found["tags"] == ["kvalign", "kv-cache-compression"]
+
+
+def test_the_card_names_the_numbers_of_the_report(report: dict[str, Any]) -> None:
+    text = card.render(report)
+    assert "**12.0 times smaller**" in text
+    assert "**0.0150 nats**" in text
+    assert "| 4 | 12.00 |" in text or "| 4 (recommended) | 12.00 |" in text
+    for line in report["not_measured"]:
+        assert line in text
+    assert 'kvalign.load("me/tiny_kv")' in text
+
+
+def test_tables_are_whole(report: dict[str, Any]) -> None:
+    lines = card.render(report).splitlines()
+    for index, line in enumerate(lines):
+        if re.fullmatch(r"\|( --- \|)+", line):
+            columns = line.count("---")
+            row = index - 1
+            while row < len(lines) and lines[row].startswith("|"):
+                assert len(re.findall(r"(?<!\\)\|", lines[row])) == columns + 1, lines[row]
+                row += 1
+
+
+def test_hostile_names_do_not_act_in_the_card(artifact: Artifact, tmp_path: Path) -> None:
+    report = build(artifact, tmp_path, validation(domains="ab"), validation={"dataset": HOSTILE[:90]})
+    report["quality"]["domains"] = {HOSTILE: report["quality"]["domains"]["a"]}
+    report["calibration"]["domains"] = [HOSTILE]
+    report["calibration"]["dataset"] = HOSTILE
+    report["validation"] = {**report["validation"], "domains": [HOSTILE], "dataset": HOSTILE}
+    report["gate"] = {**report["gate"], "passed": False, "failures": [HOSTILE]}
+    report["target"] = {**report["target"], "repo": "me/a_b*c"}
+    text = card.render(report)
+    front, body = split(text)
+    assert yaml.safe_load(front)["model-index"][0]["name"] == "a_b*c"
+    assert "\n# head" not in body
+    assert "\n---\n" not in body
+    for live in ("<script>", "[x](javascript", "![i](", "`code`", "*b*"):
+        assert not re.search(r"(?<!\\)" + re.escape(live), body), live
+    ModelCard(text, ignore_metadata_errors=False)
+
+
+@given(st.text())
+def test_escaped_text_is_one_line_and_reads_as_it_was(text: str) -> None:
+    escaped = card.escape(text)
+    assert "\n" not in escaped
+    assert "\r" not in escaped
+    plain = re.sub(r"\\([\\`*_{}\[\]()#+!|<>~$&])", r"\1", escaped)
+    assert plain == " ".join(text.split())
+    assert not re.search(r"(?<!\\)(\\\\)*[`*_\[\]<>|#~$&]", escaped)
