@@ -105,8 +105,9 @@ def convert(
     check_source(source_dir)
     work_dir.mkdir(parents=True, exist_ok=True)
     conversion = _Conversion(source_dir, config, calibration_path, validation_path)
-    stages = Stages(work_dir, on_progress, conversion.root_inputs(source_commit))
-    finished, report = conversion.run(stages, BaseModel.of(source_dir, repo=config.source.repo, commit=source_commit))
+    base = BaseModel.of(source_dir, repo=config.source.repo, commit=source_commit)
+    stages = Stages(work_dir, on_progress, conversion.root_inputs(base))
+    finished, report = conversion.run(stages, base)
     out_dir.mkdir(parents=True, exist_ok=True)
     if config.target.layout == "full":
         write_weight_index(source_dir, out_dir)
@@ -145,13 +146,10 @@ class _Conversion:
         self._calibration_path = calibration_path
         self._validation_path = validation_path
 
-    def root_inputs(self, source_commit: str) -> dict[str, Any]:
+    def root_inputs(self, base: BaseModel) -> dict[str, Any]:
         """What every stage depends on."""
-        weights = {file.name: file.stat().st_size for file in sorted(self._source_dir.glob("*.safetensors"))}
         return {
-            "commit": source_commit,
-            "config": (self._source_dir / "config.json").read_text(encoding="utf-8"),
-            "weights": weights,
+            "base": base.to_json(),
             "calibration": self._config.calibration.model_dump(mode="json"),
             "calibration_text": fingerprint(self._calibration_documents),
         }
@@ -194,6 +192,7 @@ class _Conversion:
 
     def _fit(self, aligned: Aligned, base: BaseModel, stages: Stages, folder: Path) -> None:
         """The codec at full rank finds about which step it will work; what that needs, and an octave more, is kept."""
+        check_room(self._config, self._position_limit)
         sink_tokens = self._config.codec.sink_tokens
         kept_aside = list(capture(self._model, self._shape, iter(self._kept_aside_sequences)))
         transforms, orders = fit.full_transforms(aligned.bases, kept_aside, sink_tokens)
