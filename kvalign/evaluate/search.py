@@ -173,7 +173,7 @@ def _on_the_line(tried: dict[int, Measurement], target: Target) -> int:
     secant = slope
     if len(near) == 2:
         secant = (_distance(tried[near[0]], target) - _distance(tried[near[1]], target)) / (near[0] - near[1])
-    if secant > slope / 4 or len(ends) == 2:
+    if secant > slope / 8 or len(ends) == 2:
         stride = (good_side - _distance(tried[near[0]], target)) / secant
         stride = max(-_LONGEST_STRIDE, min(_LONGEST_STRIDE, stride))
         return near[0] + (math.floor(stride) if target.max_kl is not None else math.ceil(stride))
