@@ -32,6 +32,7 @@ from benchmarks.held_out import both_protocols, draw_windows, window_lengths
 from kvalign import fit
 from kvalign.accounting import PayloadSizes
 from kvalign.codec import Codec
+from kvalign.convert import TOKEN_BETA
 from kvalign.evaluate.baselines import Baseline, Fp8, Kivi, fit_kvtc
 from kvalign.evaluate.protocol import FLOOR_LIMIT, CacheCoder, PreparedWindow, try_coder
 from kvalign.text import Document, Window, fingerprint, read_documents
@@ -122,7 +123,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="order of calibration text, sampled labels, windows")
     parser.add_argument("--json", type=Path, required=True, metavar="OUT")
     parser.add_argument("--calibration-tokens", type=int, default=32_768, metavar="N", help="at most so many")
-    parser.add_argument("--token-beta", type=float, default=0.4, help="how much finer tokens are that are attended to")
+    parser.add_argument(
+        "--token-beta", type=float, default=TOKEN_BETA, help="how much finer tokens are that are attended to"
+    )
     parser.add_argument(
         "--in-domain",
         nargs="*",
