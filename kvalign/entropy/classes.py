@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SIXTEENTHS = 16
-LOWEST = -14  # b / step = 2^-3.5 = 0.09: one symbol in 250 would not be zero
+LOWEST = -6  # b / step = 2^-1.5 = 0.35: three symbols in four would be zero; coding lower gains nothing (docs/log.md)
 HIGHEST = 11  # b / step = 2^2.75 = 6.7
 CLASSES = HIGHEST - LOWEST + 1
 LARGEST = 63  # symbols of larger magnitude are escaped

@@ -64,7 +64,7 @@ def test_the_size_is_the_ideal_and_the_states(block: Pair) -> None:
     assert ideal_bytes + STATES_BYTES / 2 - 4 <= size <= 1.01 * ideal_bytes + STATES_BYTES + 8
 
 
-@pytest.mark.parametrize("cls", [LOWEST, -8, 0, HIGHEST, HIGHEST + 1, HIGHEST + 13])
+@pytest.mark.parametrize("cls", [LOWEST, LOWEST + 3, 0, HIGHEST, HIGHEST + 1, HIGHEST + 13])
 def test_real_symbols_cost_within_a_percent_of_their_cross_entropy(cls: int) -> None:
     generator = np.random.default_rng(cls + 100)
     symbols = np.rint(generator.laplace(scale=2.0 ** (cls / 4), size=(128, 400))).astype(np.int32)
