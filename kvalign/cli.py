@@ -13,7 +13,7 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvalign.config import ConversionConfig
-from kvalign.errors import KvalignError
+from kvalign.errors import ArtifactInvalid, KvalignError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -111,8 +111,10 @@ def inspect(repo_or_folder: str, revision: str | None, as_json: bool) -> None:
         report = folder / "report.json"
         click.echo(report.read_text(encoding="utf-8") if report.is_file() else json.dumps(config, indent=2))
         return
-    card = (folder / "README.md").read_text(encoding="utf-8")
-    Console().print(Markdown(card.split("\n---\n", 1)[-1]))
+    card = folder / "README.md"
+    if not card.is_file():
+        raise ArtifactInvalid(f"{folder.name} holds no README.md.", "Add --json to see its settings.")
+    Console().print(Markdown(card.read_text(encoding="utf-8").split("\n---\n", 1)[-1]))
 
 
 @main.command()
@@ -169,8 +171,9 @@ def _conversion_config(source: str, config_file: Path | None, options: dict[str,
         ("validation", "windows", options["windows"]),
         ("validation", "dataset", _name_of(options["validation_text"])),
     ):
-        if value is not None:
-            data[section] = {**data.get(section, {}), key: value}
+        known = data.get(section, {})
+        if value is not None and isinstance(known, dict):
+            data[section] = {**known, key: value}
     return ConversionConfig.parse(data)
 
 
@@ -182,7 +185,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
         data = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise click.UsageError(f"{file} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise click.UsageError(f"{file} does not hold a table of settings.")
