@@ -87,7 +87,7 @@ def reference(artifact: Artifact, cache: Any, step: int, token: int, position: i
             y = basis.T @ (W @ centred)
             size = 2.0 ** (step / 16)
             # A component is coded when its mean magnitude is at least 2^-3.5 of a step, rounded to quarter octaves.
-            kept = torch.tensor([(int(scale) - step + 2) // 4 >= -14 for scale in stored.scales])
+            kept = torch.tensor([(int(scale) - step + 2) // 4 >= -6 for scale in stored.scales])
             y = torch.where(kept, (y / size).round() * size, 0.0)
             coded = torch.cat([coded, torch.linalg.solve(W, basis @ y) + stored.mean.double()])
         parts[kind] = []
