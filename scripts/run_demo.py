@@ -3,6 +3,7 @@
 Exit status: 0 done, 1 the work failed, 2 wrong usage, 128 + n stopped by signal n.
 """
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -37,7 +38,11 @@ def main(arguments: Sequence[str]) -> int:
             isolate(place)
             processes = Processes(signals, place.logs)
             stack.callback(processes.stop)
-            return _demonstrate(options, config, place, processes)
+            try:
+                return _demonstrate(options, config, place, processes)
+            except SystemExit as end:
+                _tell(f"Stopped by {signal.Signals(end.code - 128).name}; ending what was started")
+                raise
     except (ConfigInvalid, PlaceRefused) as error:
         _tell(f"error: {error}")
         return 2
@@ -114,9 +119,10 @@ def _converted(config: dict[str, Any], services: Services, processes: Processes)
             console = Console(stderr=True)
             view: View = Bars(console) if console.is_terminal else Lines(err=True)
             show_all(view, client.follow(job["id"], patience_s=_API_AWAY_S))
+            processes.check()  # a job fails when the Hub is gone; that it is gone says why
             return client.job(job["id"])
     except ApiError:
-        processes.check()  # which of them is gone says more than that one does not answer
+        processes.check()  # likewise
         raise
 
 
@@ -138,7 +144,7 @@ def _keep(services: Services, job: dict[str, Any], processes: Processes) -> None
             processes.check()
             time.sleep(0.5)
     except SystemExit:
-        _tell("Stopping")
+        _tell("Stopping the services")
 
 
 def _tell_error(code: str, message: str, remedy: str) -> None:

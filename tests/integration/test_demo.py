@@ -159,6 +159,7 @@ def test_a_signal_ends_everything(demo: Callable[..., Demo], moment: str, number
     running.until(lambda: moment in running.err and running.family())
     assert running.end(number) == 128 + number
     assert running.kept() == {"logs"}
+    assert f"Stopped by {number.name}" in running.err
     assert "Traceback" not in running.err
     assert running.out == ""
 
