@@ -1,0 +1,72 @@
+"""Make the golden files of the current format: a codec, payloads, and what these must decode to for ever.
+
+    PYTHONPATH=tests .venv/bin/python tests/golden/make.py
+
+A released format never changes, so an existing folder is left alone; --again replaces one that was not released.
+"""
+
+import shutil
+from pathlib import Path
+
+import click
+import torch
+from safetensors.torch import save_file
+from synthetic import CacheSource, fitted
+from test_golden import decoded_tensors, stored_symbols
+
+from kvalign.artifact import load_artifact
+from kvalign.capture import CacheShape
+from kvalign.container import VERSION
+from kvalign.geometry import Geometry, LayerGeometry
+from kvalign.rope import NO_ROPE, Rope
+from kvalign.watch import RecentQueries
+
+SHAPE = CacheShape(
+    Geometry((LayerGeometry(2, 4, 4), LayerGeometry(1, 4, 2), LayerGeometry(1, 6, 2))),
+    (Rope("half", torch.tensor([1.0, 0.1]), scaling=1.2), NO_ROPE, Rope("interleaved", torch.tensor([0.5, 0.05]))),
+)
+
+
+@click.command()
+@click.option("--again", is_flag=True, help="Replace files that were not released.")
+def main(again: bool) -> None:
+    """Write tests/golden/format-VERSION."""
+    folder = Path(__file__).parent / f"format-{VERSION}"
+    if folder.exists() and not again:
+        raise click.ClickException(f"{folder} is there; a released format never changes.")
+    shutil.rmtree(folder, ignore_errors=True)
+    source = CacheSource(SHAPE)
+    fitted(source, sink_tokens=1, recent_tokens=2).save(folder)
+    codec = load_artifact(folder).codec()
+
+    payloads = {}
+    # Two rows, one padded on the left, in two blocks, whose tokens have steps of their own.
+    batch = source.cache(140, paddings=(0, 9))
+    mask = torch.ones(2, 140)
+    mask[1, :9] = 0
+    payloads["shifted"] = codec.encode(batch, step=0, attention_mask=mask, queries=_queries(batch))
+    # A step so fine that symbols escape and send low bits raw, and one number far from all others.
+    outlier = source.cache(20, seed=5, dtype=torch.float16)
+    outlier.layers[1].values[0, 0, 9, 1] = 9000.0
+    payloads["escaped"] = codec.encode(outlier, step=-40)
+    # A block that coding does not shrink, in bfloat16.
+    payloads["raw"] = codec.encode(source.cache(8, seed=6, dtype=torch.bfloat16), step=-400)
+    # Sinks and recent tokens alone.
+    payloads["verbatim"] = codec.encode(source.cache(3, seed=7))
+    for name, data in payloads.items():
+        (folder / f"{name}.kv").write_bytes(data)
+        save_file(decoded_tensors(codec, data) | stored_symbols(codec, data), folder / f"{name}.safetensors")
+    click.echo(f"{folder}: {sum(file.stat().st_size for file in folder.iterdir()):,} bytes")
+
+
+def _queries(cache: object) -> RecentQueries:
+    generator = torch.Generator().manual_seed(0)
+    queries = RecentQueries()
+    for index, layer in enumerate(cache.layers):  # type: ignore[attr-defined]
+        batch, heads, _, dim = layer.keys.shape
+        queries.record(index, 3 * torch.randn(batch, heads, 32, dim, generator=generator), None)
+    return queries
+
+
+if __name__ == "__main__":
+    main()
