@@ -30,7 +30,7 @@ def decoded_tensors(codec: Codec, data: bytes) -> dict[str, Tensor]:
 
 
 def stored_symbols(codec: Codec, data: bytes) -> dict[str, Tensor]:
-    """symbols.ROW.BLOCK of each coded block, [T, r] in the narrowest type that holds them."""
+    """symbols.ROW.BLOCK of each coded block, [T, components of all groups] in the narrowest type that holds them."""
     payload = container.unpack(data, values_per_token=codec.shape.geometry.values_per_token)
     coder = BlockCoder(codec.tables)
     found = {}
@@ -42,7 +42,16 @@ def stored_symbols(codec: Codec, data: bytes) -> dict[str, Tensor]:
             shifts = np.frombuffer(block.shifts, np.int8) if block.shifts else np.zeros(tokens, np.int8)
             classes = [transform.token_classes(payload.step, shifts) for transform in codec.transforms]
             if not block.raw:
-                symbols = coder.decode(block.data, np.concatenate(classes, axis=1))
+                coded = coder.decode(block.data, np.concatenate(classes, axis=1))
+                # kvalign leaves out the components of which no token is coded: zeros stand for them here.
+                parts = np.split(coded, np.cumsum([part.shape[1] for part in classes])[:-1], axis=1)
+                symbols = np.concatenate(
+                    [
+                        np.pad(part, ((0, 0), (0, transform.scales.size - part.shape[1])))
+                        for part, transform in zip(parts, codec.transforms, strict=True)
+                    ],
+                    axis=1,
+                )
                 narrowest = np.promote_types(np.min_scalar_type(symbols.min()), np.min_scalar_type(-symbols.max()))
                 found[f"symbols.{row_index}.{index}"] = torch.from_numpy(symbols.astype(narrowest))
     return found
