@@ -138,8 +138,10 @@ def test_the_codec_works_on_the_models_caches(finished: tuple[Conversion, Conver
     low, high = codec.curve[0].ratio, codec.curve[-1].ratio
     sizes = [codec.sizes(codec.encode(cache, ratio=ratio)).total for ratio in (low, 8, high)]
     assert sizes == sorted(sizes, reverse=True)
-    for layer, found in zip(cache.layers, codec.decode(codec.encode(cache), model).layers, strict=True):
-        assert (found.keys - layer.keys).norm() < 0.5 * layer.keys.norm()
+    # A random model's features hardly depend on each other, so that half of their energy goes at this ratio.
+    for step, most in ((None, 0.8), (-400, 1e-3)):
+        for layer, found in zip(cache.layers, codec.decode(codec.encode(cache, step=step), model).layers, strict=True):
+            assert (found.keys - layer.keys).norm() < most * layer.keys.norm()
 
 
 def test_provenance_names_text_and_tools(finished: tuple[Conversion, ConversionResult]) -> None:
@@ -279,6 +281,12 @@ def test_empty_validation_text_is_refused(conversion: Conversion, tmp_path: Path
 def test_too_little_calibration_text_is_refused(conversion: Conversion) -> None:
     with pytest.raises(DatasetInvalid, match="1024 were asked for"):
         conversion(calibration={"tokens": 131_072, "sequence_length": 128})
+
+
+def test_too_little_validation_text_is_refused_before_calibration(conversion: Conversion) -> None:
+    with pytest.raises(DatasetInvalid, match=r"windows of 256 tokens; \d+ were asked for"):
+        conversion(validation={"windows": 256})
+    assert [progress.unit for progress in conversion.told] == [""]
 
 
 def test_settings_that_leave_nothing_to_code_are_refused_also_when_calibration_is_done(
