@@ -176,6 +176,7 @@ class _Conversion:
 
     def _calibrate(self, stages: Stages, folder: Path) -> None:
         check_room(self._config, self._position_limit)
+        assert self._windows, "too little text to validate on is refused here, before the long work"
         statistics = calibrate.calibrate(
             self._model,
             self._shape,

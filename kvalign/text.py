@@ -6,13 +6,13 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvalign.builtin_text import Part, builtin_files
 from kvalign.errors import DatasetInvalid
 
 _SEPARATOR = "\n=====\n"
@@ -41,13 +41,11 @@ class Window:
     continuation: Tensor
 
 
-def builtin_documents(part: Literal["calibration", "validation"]) -> list[Document]:
+def builtin_documents(part: Part) -> list[Document]:
     """The text that comes with kvalign: written for it, under its licence. The parts share no domain's source."""
-    folder = resources.files("kvalign").joinpath("corpus", part)
-    files = sorted((item for item in folder.iterdir() if item.name.endswith(".txt")), key=lambda item: item.name)
     return [
         document
-        for file in files
+        for file in builtin_files(part)
         for document in _documents(file.name.removesuffix(".txt"), file.read_text(encoding="utf-8"))
     ]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from kvalign.builtin_text import check_builtin_text
 from kvalign.config import BUILTIN_DATASET, ConversionConfig, is_local_dataset
 from kvalign.errors import ConfigInvalid, DiskFull, HubUnavailable, KvalignError, OutOfMemory, from_code
 from kvalign.source import (
@@ -199,7 +200,8 @@ def _sizes(settings: Mapping[str, Any]) -> tuple[ModelSizes, str]:
 
 def _windows(config: ConversionConfig, sizes: ModelSizes) -> tuple[bool, str]:
     check_room(config, sizes.positions)
-    return True, "Sinks and recent tokens leave something to code."
+    check_builtin_text(config, sizes.positions)
+    return True, "There is text enough, and sinks and recent tokens leave something of it to code."
 
 
 def _weights(files: SourceFiles, sizes: ModelSizes) -> tuple[tuple[WeightFacts, int], str]:

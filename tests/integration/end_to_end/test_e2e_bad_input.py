@@ -81,6 +81,9 @@ REFUSED = {
     "a number out of bounds": with_settings("config_invalid", "tokens", calibration={"tokens": 3}),
     "every token kept as it is": with_settings("config_invalid", "recent_tokens", codec={"recent_tokens": 96}),
     "a file of the server": with_settings("config_invalid", "/etc/passwd", calibration={"dataset": "/etc/passwd"}),
+    "more text than there is": with_settings(
+        "dataset_invalid", "calibration.tokens", calibration={"tokens": 4_194_304}
+    ),
     "no such dataset": with_settings("dataset_invalid", "ada/void", calibration={"dataset": "ada/void"}),
     "a dataset of pictures": with_settings("dataset_invalid", "ada/pictures", validation={"dataset": "ada/pictures"}),
     "a token that may only read": Refusal(
@@ -140,7 +143,6 @@ FAILING = {
         late("tokenizer", "source_invalid", "tokenizer", source="broken-tokenizer"),
         late("columns", "dataset_invalid", "text column", calibration={"dataset": "ada/numbers"}),
         late("short", "dataset_invalid", "Name a larger dataset", validation={"dataset": "ada/short", "windows": 8}),
-        late("tokens", "dataset_invalid", "calibration.tokens", calibration={"tokens": 4_194_304}),
         late("kl", "config_invalid", "max_kl", codec={"ratio": None, "max_kl": 1e-9}, until="align"),
         late("gate", "quality_gate", "KL", validation={"gate": {"max_kl": 1e-9, "min_top1": 0}}, until="validate"),
     )

@@ -37,13 +37,11 @@ class SmallDisk:
     def seen_from_here(self, worker: Worker) -> Path:
         return Path(f"/proc/{worker.process.pid}/root{self._folder}")
 
-    def fill(self, worker: Worker) -> Path:
+    def fill(self, worker: Worker) -> None:
         """Another program writes until nothing fits any more."""
-        hog = self.seen_from_here(worker) / "hog"
-        with hog.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        with (self.seen_from_here(worker) / "hog").open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(MIB))
-        return hog
 
     def workspaces(self, worker: Worker) -> list[str]:
         return [path.name for path in (self.seen_from_here(worker) / "jobs").glob("job_*")]
@@ -69,10 +67,7 @@ def test_a_disk_that_fills_up_fails_the_job_alone(resting_services: Services, sm
     ada, worker = resting_services.person(), small_disk.start(200 * MIB)
     job = ada.submit(conversion("ada/llama", "ada/filled", calibration={"tokens": 100_000, "sequence_length": 96}))
     ada.see(job, "calibrate", unit="passes", done=20)
-    hog = small_disk.fill(worker)
+    small_disk.fill(worker)
     assert_full(resting_services, job)
     wait_for(lambda: not small_disk.workspaces(worker))
-    hog.unlink()
-    ada.retry(job)
-    ada.reach(job, "succeeded")
     assert worker.process.poll() is None
