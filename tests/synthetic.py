@@ -42,7 +42,7 @@ CURVE = (
 class CacheSource:
     """One distribution of caches; a seed picks a cache from it."""
 
-    def __init__(self, shape: CacheShape = SHAPE, seed: int = 0) -> None:
+    def __init__(self, shape: CacheShape = SHAPE, seed: int = 0, scale: float = 1.0) -> None:
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
         self._mean: dict[Kind, Tensor] = {}
@@ -51,8 +51,8 @@ class CacheSource:
             width = shape.geometry.width(kind)
             rotation = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q
             # Standard deviations over two orders of magnitude, in directions that cut across layers and heads.
-            self._mixing[kind] = torch.logspace(0.5, -1.5, width)[:, None] * rotation
-            self._mean[kind] = 3 * torch.randn(width, generator=generator)
+            self._mixing[kind] = scale * torch.logspace(0.5, -1.5, width)[:, None] * rotation
+            self._mean[kind] = 3 * scale * torch.randn(width, generator=generator)
 
     def features(self, tokens: int, seed: int) -> dict[Kind, Tensor]:
         """[T, P] for each kind, keys unrotated."""

@@ -46,6 +46,22 @@ def test_redo_turns_each_pair_and_leaves_the_rest(case: tuple[Rope, Tensor, Tens
     assert torch.equal(found[..., rope.rotary_dim :], keys[..., rope.rotary_dim :])
 
 
+@given(ropes(), st.sampled_from([torch.float16, torch.bfloat16]))
+def test_cos_and_sin_are_rounded_as_the_model_rounds_them(
+    case: tuple[Rope, Tensor, Tensor], dtype: torch.dtype
+) -> None:
+    rope, keys, positions = case
+    if rope.pairing == "none":
+        return
+    angles = positions.float()[:, None] * rope.inv_freq
+    cos, sin = ((f(angles) * rope.scaling).to(dtype).float() for f in (torch.cos, torch.sin))
+    n = rope.inv_freq.numel()
+    i, j = (slice(0, n), slice(n, 2 * n)) if rope.pairing == "half" else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
+    found = rope.redo(keys, positions, dtype)
+    torch.testing.assert_close(found[..., i], keys[..., i] * cos - keys[..., j] * sin, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[..., j], keys[..., j] * cos + keys[..., i] * sin, rtol=1e-6, atol=1e-6)
+
+
 @given(ropes(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
 def test_undo_inverts_redo(case: tuple[Rope, Tensor, Tensor], dtype: torch.dtype) -> None:
     """Also where cos and sin were rounded to 16 bit: the inverse divides by what they became."""

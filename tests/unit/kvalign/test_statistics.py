@@ -57,6 +57,18 @@ def test_without_a_shift_a_large_mean_would_drown_the_spread() -> None:
     assert (about_zero.covariance() - wanted).abs().max() > 0.1 * wanted.abs().max()
 
 
+def test_statistics_shift_by_the_first_rows_they_see() -> None:
+    """Biased keys: channels whose mean is thousands of times their spread."""
+    statistics = Statistics(GROUPS, GEOMETRY)
+    x = {kind: rows(400, GEOMETRY.width(kind), seed=4, mean=3000.0) for kind in KINDS}
+    for start in range(0, 400, 50):
+        statistics.update({kind: x[kind][start : start + 50] for kind in KINDS})
+    for group in GROUPS:
+        wanted = np.cov(x[group.kind][:, group.start : group.stop].double().numpy().T, bias=True)
+        found = statistics.moments[group.name].covariance()
+        torch.testing.assert_close(found, torch.tensor(wanted).float(), rtol=1e-2, atol=1e-3 * float(wanted.max()))
+
+
 def test_the_shift_does_not_matter() -> None:
     x = rows(300, 8, seed=2, mean=10.0)
     found = []
