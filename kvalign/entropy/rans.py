@@ -1,8 +1,9 @@
 """Interleaved range-variant ANS over classed symbols, compiled by Numba. Knows tables, not what they describe.
 
 Four 32-bit states take the operations of a block in turn; each keeps its state in [2^16, 2^32) and moves 16-bit
-words. Compiled code holds the class limits: a change of classes.py is a change here. An operation is a symbol under its class's table, or up to 12 raw bits under a flat one. Encoding runs
-backwards so that decoding runs forwards. Duda 2013, arXiv 1311.2540; interleaving: Giesen 2014, arXiv 1402.3392.
+words. An operation is a symbol under its class's table, or up to 8 raw bits under a flat one. Encoding runs backwards
+so that decoding runs forwards. Duda 2013, arXiv 1311.2540; interleaving: Giesen 2014, arXiv 1402.3392.
+Compiled code holds the class limits: a change of classes.py is a change here.
 """
 
 import numpy as np
