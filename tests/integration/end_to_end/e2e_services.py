@@ -32,7 +32,7 @@ KVALIGN = str(Path(sys.executable).with_name("kvalign"))
 ADA, ADA_READS, BEN = (f"hf_{secrets.token_hex(17)}" for _ in range(3))
 STAGES = ["preflight", "pull", "calibrate", "align", "fit", "validate", "report", "publish"]
 CHILD = "worker.child"
-LEASE_S = 6
+LONG = {"tokens": 100_000, "sequence_length": 96}  # a calibration of about a thousand passes
 FAILED_KEPT_S = 8
 
 Json = dict[str, Any]
@@ -335,7 +335,7 @@ def running_services(folder: Path, hub: DevHub) -> Iterator[Services]:
             "KVALIGN_REDIS_URL": stack.enter_context(running_redis(folder / "redis")),
             "KVALIGN_SECRET_KEY": Fernet.generate_key().decode(),
             "KVALIGN_HUB_ENDPOINT": hub.url,
-            "KVALIGN_LEASE_S": str(LEASE_S),
+            "KVALIGN_LEASE_S": "6",
             "KVALIGN_HEARTBEAT_S": "1",
             "KVALIGN_SWEEP_S": "0.5",
             "KVALIGN_FAILED_KEPT_S": str(FAILED_KEPT_S),

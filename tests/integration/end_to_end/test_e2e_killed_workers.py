@@ -4,9 +4,8 @@ import os
 import signal
 
 import psutil
-from e2e_services import LEASE_S, STAGES, Json, Person, Services, alive, conversion, wait_for
+from e2e_services import LONG, STAGES, Json, Person, Services, alive, conversion, wait_for
 
-LONG = {"tokens": 100_000, "sequence_length": 96}  # about a thousand passes
 CHECKPOINT_PASSES = 4
 
 
@@ -56,7 +55,7 @@ def test_a_killed_child_fails_its_job_which_can_be_retried(services: Services) -
     before = ada.see(job, "calibrate", unit="passes", done=400)["done"]
     [child] = worker.converting()
     child.kill()
-    failed = ada.reach(job, "failed", LEASE_S)
+    failed = ada.reach(job, "failed", 20)
     assert failed["error"]["code"] == "out_of_memory"  # what a kill -9 from nowhere nearly always is
     assert failed["error"]["remedy"]
     assert not services.exists("ada/childless")

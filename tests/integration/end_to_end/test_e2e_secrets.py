@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from e2e_services import CHILD, Json, Services, conversion, wait_for
+from e2e_services import CHILD, LONG, Json, Services, conversion, wait_for
 
 CANARY = f"hf_{secrets.token_hex(17)}"
 
@@ -71,7 +71,7 @@ def test_a_token_is_nowhere_to_be_found(services: Services, eve: str) -> None:
     services.hub.fault(method="GET", path_regex="/ada/gpt2/resolve/.*model.safetensors", status=503)
     services.hub.fault(method="GET", path_regex="/ada/gpt2/resolve/.*model.safetensors", cut_after_bytes=1000)
     services.hub.fault(method="POST", path_regex="/eve/secret/commit/", apply_then_cut=True)
-    job = person.submit(conversion("ada/gpt2", "eve/secret", calibration={"tokens": 60_000, "sequence_length": 128}))
+    job = person.submit(conversion("ada/gpt2", "eve/secret", calibration=LONG))
     person.see(job, "calibrate", unit="passes", done=10)
     [child] = worker.converting()
     environment = child.environ()
