@@ -77,11 +77,12 @@ class Bars:
 
 
 class Lines:
-    """One line for each state and stage, and one for every tenth of a stage; on stderr if `err`."""
+    """One line for each state and stage, and one for every tenth of what a stage counts; on stderr if `err`."""
 
     def __init__(self, *, err: bool = False) -> None:
         self._err = err
-        self._shown = ("", 0.0)
+        self._counted = ("", "")
+        self._shown_percent = 0.0
 
     def __enter__(self) -> "Lines":
         return self
@@ -93,11 +94,12 @@ class Lines:
 
     def show(self, event: Event) -> None:
         if event.kind == "progress":
-            stage, percent = str(event.data["stage"]), event.data["percent"]
-            seen = self._shown[1] if self._shown[0] == stage else 0.0
-            if percent is None or percent < seen + _STEP_PERCENT:
+            counted, percent = (event.data["stage"], event.data["unit"]), event.data["percent"]
+            if counted != self._counted:
+                self._counted, self._shown_percent = counted, 0.0
+            if percent is None or percent < self._shown_percent + _STEP_PERCENT:
                 return
-            self._shown = (stage, percent)
+            self._shown_percent = percent
         if line := plain_line(event):
             click.echo(f"{_clock(event)} {line}", err=self._err)
 

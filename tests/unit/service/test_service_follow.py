@@ -44,6 +44,14 @@ def test_lines_are_few_and_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].endswith("failed: disk_full: Full. Wait.")
 
 
+def test_a_stage_that_counts_anew_is_shown_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    passes = [progress(n + 1, 250 * (n % 4 + 1), unit=f"windows at step {n // 4}") for n in range(8)]
+    show_all(Lines(err=True), passes)
+    shown = capsys.readouterr()
+    assert len(shown.err.splitlines()) == 8
+    assert shown.out == ""
+
+
 def test_json_lines_hold_every_event(capsys: pytest.CaptureFixture[str]) -> None:
     show_all(JsonLines(), LIFE)
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
