@@ -188,7 +188,7 @@ def _constriction_tables(source: Source, tables: Tables) -> Coder:
     raw_bits = np.maximum(0, (classes - HIGHEST + 3) // 4)
     rows = classes - 4 * raw_bits - LOWEST
     high = symbols >> raw_bits
-    escaped = np.abs(high) > LARGEST
+    escaped = (np.abs(high) > LARGEST) | (tables.frequencies[rows, np.clip(high + LARGEST, 0, ESCAPE)] == 0)
     columns = np.where(escaped, ESCAPE, high + LARGEST).astype(np.int32)
     order = np.argsort(rows, kind="stable")
     counts = np.bincount(rows, minlength=CLASSES)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvalign.align.basis import Basis
 from kvalign.capture import Captured
-from kvalign.entropy.classes import LOWEST, Tables, fitted_tables, laplace_tables, scale_number
+from kvalign.entropy.classes import LOWEST, TOTAL, Tables, fitted_tables, laplace_tables, scale_number
 from kvalign.entropy.rans import count_symbols
 from kvalign.geometry import Geometry
 from kvalign.quantize import quantize, step_size
@@ -46,8 +46,8 @@ def full_transforms(
 
 def expected_step(transforms: list[Transform], geometry: Geometry, ratio: float) -> int:
     """Step at which the tables' entropies promise a coded-token ratio; to start a search from."""
-    tables = laplace_tables().frequencies / 4096.0
-    entropies = -(tables * np.log2(tables)).sum(axis=1)
+    shares = laplace_tables().frequencies / TOTAL
+    entropies = -(shares * np.log2(np.where(shares > 0, shares, 1))).sum(axis=1)
     budget = 16.0 * geometry.values_per_token / ratio
     scales = np.concatenate([transform.scales for transform in transforms])
     low, high = int(scales.min()) - 64, int(scales.max()) + 64

@@ -23,6 +23,9 @@ LARGEST = 63  # symbols of larger magnitude are escaped
 ESCAPE = 2 * LARGEST + 1
 ALPHABET = ESCAPE + 1
 PRECISION_BITS = 12
+# A frequency of 1 costs all other symbols 1 / (4096 ln 2) bits, an escape some 32 bits more than it: a symbol of less
+# than this share of 1/4096 is cheaper to escape.
+_RARE = 0.045
 TOTAL = 1 << PRECISION_BITS
 
 
@@ -30,7 +33,8 @@ TOTAL = 1 << PRECISION_BITS
 class Tables:
     """Frequencies of all classes.
 
-    frequencies  [CLASSES, ALPHABET] uint16, each row summing to 4096, none zero; column s + 63 is symbol s
+    frequencies  [CLASSES, ALPHABET] uint16, each row summing to 4096; column s + 63 is symbol s, the last the escape.
+                 A symbol of frequency 0 is escaped; the escape itself has one of 1 at least
     """
 
     frequencies: NDArray[np.uint16]
@@ -38,8 +42,8 @@ class Tables:
     def __post_init__(self) -> None:
         if self.frequencies.shape != (CLASSES, ALPHABET) or self.frequencies.dtype != np.uint16:
             raise ValueError(f"frequencies must be uint16 of shape {(CLASSES, ALPHABET)}")
-        if (self.frequencies == 0).any() or (self.frequencies.sum(axis=1, dtype=np.int64) != TOTAL).any():
-            raise ValueError("each class must give every symbol a frequency, 4096 in all")
+        if (self.frequencies[:, ESCAPE] == 0).any() or (self.frequencies.sum(axis=1, dtype=np.int64) != TOTAL).any():
+            raise ValueError("each class must give the escape a frequency, and 4096 in all")
 
     def cumulative(self) -> NDArray[np.uint16]:
         """[CLASSES, ALPHABET]: sum of the frequencies before each symbol."""
@@ -86,13 +90,17 @@ def _laplace(scale: float) -> NDArray[np.float64]:
 
 
 def _quantised(weights: NDArray[np.float64]) -> NDArray[np.uint16]:
-    """Integer rows of sum 4096, no entry zero, under which the weighted symbols take the fewest bits."""
+    """Integer rows of sum 4096 under which the weighted symbols take the fewest bits; rare ones escape."""
     share = weights / weights.sum(axis=1, keepdims=True)
-    frequencies = np.maximum(1, np.floor(share * TOTAL)).astype(np.int64)
+    rare = share * TOTAL < _RARE
+    rare[:, ESCAPE] = False
+    share[:, ESCAPE] += np.where(rare, share, 0).sum(axis=1)
+    share[rare] = 0
+    frequencies = np.where(rare, 0, np.maximum(1, np.floor(share * TOTAL))).astype(np.int64)
     for row, wanted in zip(frequencies, share, strict=True):
         while (excess := int(row.sum()) - TOTAL) != 0:
             if excess < 0:
-                row[np.argmax(wanted * np.log1p(1 / row))] += 1
+                row[np.argmax(wanted * np.log1p(1 / np.maximum(row, 1)))] += 1
             else:
                 lost = np.where(row > 1, -wanted * np.log1p(-1 / np.maximum(row, 2)), np.inf)
                 row[np.argmin(lost)] -= 1

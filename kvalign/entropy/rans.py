@@ -32,7 +32,7 @@ class BlockCoder:
 
     def encode(self, symbols: NDArray[np.int32], classes: NDArray[np.int16]) -> bytes:
         """symbols [T, R], classes [T, R]; symbols of classes below LOWEST must be zero. About 3 ns a symbol."""
-        count = _count_operations(symbols.ravel(), classes.ravel())
+        count = _count_operations(symbols.ravel(), classes.ravel(), self._frequencies)
         return _encode(symbols.ravel(), classes.ravel(), self._frequencies, self._cumulative, count).tobytes()
 
     def decode(self, payload: bytes, classes: NDArray[np.int16]) -> NDArray[np.int32]:
@@ -57,14 +57,22 @@ def _low_bits(cls):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _count_operations(symbols, classes):  # type: ignore[no-untyped-def]
+def _column(high, frequencies_of_class):  # type: ignore[no-untyped-def]
+    """Where a symbol stands in its class's table: at its own column, or at the escape's when it has no frequency."""
+    if -LARGEST <= high <= LARGEST and frequencies_of_class[high + LARGEST] > 0:
+        return high + LARGEST
+    return ESCAPE
+
+
+@njit(cache=True)
+def _count_operations(symbols, classes, frequencies):  # type: ignore[no-untyped-def]
     count = 0
     for i in range(symbols.size):
         if classes[i] >= LOWEST:
             bits = _low_bits(classes[i])
             count += 1 + (bits + _RAW_CHUNK - 1) // _RAW_CHUNK
-            high = symbols[i] >> bits
-            if high > LARGEST or high < -LARGEST:
+            row = classes[i] - 4 * bits - LOWEST
+            if _column(symbols[i] >> bits, frequencies[row]) == ESCAPE:
                 count += 4
     return count
 
@@ -81,7 +89,7 @@ def _encode(symbols, classes, frequencies, cumulative, count):  # type: ignore[n
         bits = _low_bits(cls)
         row = cls - 4 * bits - LOWEST
         high = symbols[i] >> bits
-        column = high + LARGEST if -LARGEST <= high <= LARGEST else ESCAPE
+        column = _column(high, frequencies[row])
         freq[n] = frequencies[row, column]
         start[n] = cumulative[row, column]
         n += 1
@@ -189,8 +197,9 @@ def _ideal_bits(symbols, classes, frequencies):  # type: ignore[no-untyped-def]
             continue
         low = _low_bits(cls)
         high = symbols[i] >> low
-        column = high + LARGEST if -LARGEST <= high <= LARGEST else ESCAPE
-        bits += low + PRECISION_BITS - np.log2(frequencies[cls - 4 * low - LOWEST, column])
+        row = cls - 4 * low - LOWEST
+        column = _column(high, frequencies[row])
+        bits += low + PRECISION_BITS - np.log2(frequencies[row, column])
         if column == ESCAPE:
             bits += 32
     return bits
