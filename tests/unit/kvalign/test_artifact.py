@@ -157,7 +157,7 @@ def _set(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[
         (_set("directions.values.0-2", lambda x: x.float()), r"not torch\.int8"),
         (_set("scales.keys.0-2", lambda x: x.flip(0)), r"scales of group keys\.0-2 do not fall"),
         (_set("weights.values.2", lambda x: x * 0), r"weight of group values\.0-2 is not positive definite"),
-        (_set("tables", lambda x: x * 0), "every symbol a frequency"),
+        (_set("tables", lambda x: x * 0), "the escape a frequency"),
         (_set("tables", lambda x: x[:, :-1]), "uint16 of shape"),
         (_set("tables", lambda x: x.to(torch.bfloat16)), "do not fit"),
     ],
