@@ -100,9 +100,10 @@ def test_errors_are_those_of_the_coder(number_type: str, size: int) -> None:
     errors = Errors.measured(y)
     for start in range(0, 70 - size + 1, 6):
         part = torch.from_numpy(y[:, start : start + size])
-        data = encode_group(part, number_type)
-        assert len(data) == math.ceil(21 * size * BITS[number_type] / 8) + 21 * 4
-        decoded = decode_group(Reader(data), Group(start, size, number_type), 21)
+        codes, scales = encode_group(part, number_type)
+        assert len(codes) == math.ceil(21 * size * BITS[number_type] / 8)
+        assert len(scales) == 21 * 4
+        decoded = decode_group(Reader(codes), Reader(scales), Group(start, size, number_type), 21)
         measured = errors.grouped[start, SIZES.index(size), TYPES.index(number_type)]
         # The mean of a group is summed in another order: a shift may round the other way.
         assert float((part - decoded).square().sum() / 21) == pytest.approx(measured, rel=1e-3, abs=1e-9)
@@ -114,7 +115,8 @@ def test_errors_are_those_of_the_coder(number_type: str, size: int) -> None:
 @pytest.mark.parametrize("number_type", TYPES)
 def test_errors_are_those_of_the_coder_at_any_scale(number_type: str, peak: float) -> None:
     y = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)) * peak
-    decoded = decode_group(Reader(encode_group(y, number_type)), Group(0, 16, number_type), 5)
+    codes, scales = map(Reader, encode_group(y, number_type))
+    decoded = decode_group(codes, scales, Group(0, 16, number_type), 5)
     measured = Errors.measured(y.numpy(), (16,)).grouped[0, 0, TYPES.index(number_type)]
     assert torch.isfinite(decoded).all()
     assert float((y - decoded).double().square().sum() / 5) == pytest.approx(measured, rel=1e-3)
