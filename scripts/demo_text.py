@@ -1,8 +1,6 @@
 """The prompt that the demo generates from: long enough that most of its cache is coded. Knows no model."""
 
 PROMPT = """\
-Read this passage, then answer the question.
-
 The lighthouse on Gull Rock was built in 1874, after three ships had been lost in one winter. Its keeper for thirty \
 years was Marta Lindqvist, who had come to the island as a schoolteacher and stayed when the school closed. Every \
 evening at dusk she climbed the one hundred and twelve steps to the lamp room, trimmed the wick, wound the clockwork \
@@ -19,8 +17,8 @@ The harbour office sent her a medal and a bill for the window. She hung the meda
 salt soon turned it green, and she never paid the bill. Her notebooks are kept today in the town library. The page \
 for that night has only one line on it, in pencil: "Wind south-west, very strong. Must ask for new chairs."
 
-Question: What did Marta burn to make a light when the lamp went out, and why did the captain turn away from the \
-rock? Answer in two or three sentences."""
+Question: What did Marta do on the night of the storm?
+Answer briefly."""
 
 
 def prompt_of_length(characters: int) -> str:
