@@ -31,7 +31,7 @@ from kvalign.geometry import KINDS, Geometry
 from kvalign.quantize import STEP_LIMIT
 from kvalign.rope import Pairing, Rope
 from kvalign.statistics import FeatureGroup
-from kvalign.transform import Transform
+from kvalign.transform import Transform, coded_components
 
 SCHEMA_VERSION = 1
 CONFIG_NAME = "kvalign_config.json"
@@ -113,6 +113,16 @@ class StoredGroup:
         int8 = (columns / scale).round().to(torch.int8)
         return cls(basis.group, basis.mean, basis.weights, int8, scale, scales)
 
+    def cut(self, step: int) -> "StoredGroup":
+        """Only the components that are coded at a step."""
+        rank = coded_components(self.scales, step)
+        return replace(
+            self,
+            directions=self.directions[:, :rank].contiguous(),
+            directions_scale=self.directions_scale[:rank].contiguous(),
+            scales=self.scales[:rank].copy(),
+        )
+
     def transform(self) -> Transform:
         """What the codec multiplies by: 2 P R D flops."""
         basis = Basis(
@@ -170,6 +180,10 @@ class Artifact:
 
     def with_curve(self, curve: Sequence[OperatingPoint], recommended_step: int) -> "Artifact":
         return replace(self, curve=tuple(curve), recommended_step=recommended_step)
+
+    def cut(self, step: int) -> "Artifact":
+        """Without the directions that no token needs whose step is `step` or coarser. A codec of its own."""
+        return replace(self, groups=tuple(stored.cut(step) for stored in self.groups))
 
     def codec(self) -> Codec:
         return Codec(

@@ -2,8 +2,8 @@
 
     calibrate   stream keys, values and gradients of calibration text into sums
     align       weighted principal basis over all layers and heads, and how alike the heads are
-    fit         component scales, symbol tables and a first guess of the step, on calibration text kept aside
-    validate    search the step on held-out text, measure it by protocol R
+    fit         component scales and symbol tables, on calibration text kept aside
+    validate    search the step on held-out text, cut the codec to what it needs, measure it by protocol R
     report      judge the gate; write report.json, the card and the artifact
 
 Each stage leaves its output in work_dir under a hash of its inputs: calling convert again goes on after the last
@@ -57,7 +57,7 @@ _BASES_NAME = "bases.safetensors"
 _HEADS_NAME = "heads.json"
 _MAX_LISTED_DOCUMENTS = 1000
 _KEPT_ASIDE = 8  # one calibration sequence in eight is left to fit
-_TUNING_WINDOWS = 3
+_ROUGH_WINDOWS = 4
 _START_RATIO = 20.0
 # Measured on SmolLM2 (docs/log.md): 0.25 to 0.4 give the same ratio at equal KL, larger loses again.
 TOKEN_BETA = 0.3
@@ -135,6 +135,18 @@ class Aligned:
         return cls(load_bases(folder / _BASES_NAME), {kind: HeadAlignment(**item) for kind, item in heads.items()})
 
 
+@dataclass(frozen=True)
+class Validated:
+    """Output of the validate stage: what was found, and the very codec it was found on."""
+
+    found: Validation
+    artifact: Artifact
+
+    @classmethod
+    def load(cls, folder: Path) -> "Validated":
+        return cls(Validation.load(folder), load_artifact(folder))
+
+
 class _Conversion:
     """The stages of one conversion. The model and the texts are read when the first stage needs them."""
 
@@ -161,15 +173,13 @@ class _Conversion:
             "calibrate", None, lambda folder: self._calibrate(stages, folder), self._load_statistics
         )
         aligned = stages.run("align", None, lambda folder: _align(statistics(), folder), Aligned.load)
-        fitted = stages.run(
-            "fit", codec_inputs, lambda folder: self._fit(aligned(), base, stages, folder), load_artifact
-        )
+        fitted = stages.run("fit", codec_inputs, lambda folder: self._fit(aligned(), base, folder), load_artifact)
         validation = stages.run(
-            "validate", validation_inputs, lambda folder: self._validate(fitted(), stages, folder), Validation.load
+            "validate", validation_inputs, lambda folder: self._validate(fitted(), stages, folder), Validated.load
         )
-        finished = fitted().with_curve(validation().curve, validation().step)
+        finished = validation().artifact
         with stages.timed("report"):
-            report = self._report(finished, validation(), aligned().heads)
+            report = self._report(finished, validation().found, aligned().heads)
         return finished, {**report, "stage_seconds": dict(stages.seconds)}
 
     # ---- stages
@@ -191,60 +201,52 @@ class _Conversion:
         geometry = self._shape.geometry
         return Statistics.load(folder / _STATISTICS_NAME, feature_groups(geometry), geometry)
 
-    def _fit(self, aligned: Aligned, base: BaseModel, stages: Stages, folder: Path) -> None:
-        """The codec at full rank finds about which step it will work; what that needs, and an octave more, is kept."""
-        check_room(self._config, self._position_limit)
+    def _fit(self, aligned: Aligned, base: BaseModel, folder: Path) -> None:
+        """A codec of full rank; validate cuts it down to what the step it finds needs."""
         sink_tokens = self._config.codec.sink_tokens
         kept_aside = list(capture(self._model, self._shape, iter(self._kept_aside_sequences)))
         transforms, orders = fit.full_transforms(aligned.bases, kept_aside, sink_tokens)
         start = fit.expected_step(transforms, self._shape.geometry, self._config.codec.ratio or _START_RATIO)
-        tables = fit.fit_tables(transforms, kept_aside, sink_tokens, start)
-        rough = Codec(
-            self._shape,
-            transforms,
-            tables,
-            sink_tokens=sink_tokens,
-            recent_tokens=self._config.codec.recent_tokens,
-            recommended=start,
-            token_beta=TOKEN_BETA,
-        )
-        prepared = list(prepare(self._model, self._tuning_windows))
-        step = self._search(rough, prepared, start, stages, "fit", tolerance=0.2)[0].step
-        ranks = [transform.classes(step - _FINER).size for transform in transforms]
         groups = [
-            StoredGroup.of(basis, transform.scales[:rank], order[:rank])
-            for basis, transform, order, rank in zip(aligned.bases, transforms, orders, ranks, strict=True)
+            StoredGroup.of(basis, transform.scales, order)
+            for basis, transform, order in zip(aligned.bases, transforms, orders, strict=True)
         ]
         Artifact(
             base=base,
             shape=self._shape,
             groups=tuple(groups),
-            tables=tables,
+            tables=fit.fit_tables(transforms, kept_aside, sink_tokens, start),
             sink_tokens=sink_tokens,
             recent_tokens=self._config.codec.recent_tokens,
-            recommended_step=step,
+            recommended_step=start,
             token_beta=TOKEN_BETA,
             provenance=self._provenance(),
         ).save(folder)
 
     def _validate(self, fitted: Artifact, stages: Stages, folder: Path) -> None:
-        codec = fitted.codec()
+        """Search roughly at full rank, cut the rank to the step found, and search and measure what will be stored."""
         prepared = []
         for window in prepare(self._model, self._windows):
             prepared.append(window)
             stages.tell("validate", len(prepared), len(self._windows), "windows prepared")
-        measured = self._search(codec, prepared, fitted.recommended_step, stages, "validate", tolerance=0.06)
+        spread = prepared[:: max(1, len(prepared) // _ROUGH_WINDOWS)]
+        rough = self._search(fitted.codec(), spread, fitted.recommended_step, stages, tolerance=0.25)[0].step
+        stored = fitted.cut(rough - _FINER)
+        codec = stored.codec()
+        measured = self._search(codec, prepared, rough, stages, tolerance=0.06)
         steps = {found.step for found in measured}
         for offset in _CURVE_OFFSETS:
             step = measured[0].step + offset
             if step not in steps:
-                measured.append(self._measure(codec, prepared, step, stages, "validate"))
-        Validation.of(
+                measured.append(self._measure(codec, prepared, step, stages))
+        validation = Validation.of(
             measured,
             floor_kl=max(window.floor_kl for window in prepared),
             prefix_tokens=self._windows[0].prefix.numel(),
             continuation_tokens=self._windows[0].continuation.numel(),
-        ).save(folder)
+        )
+        validation.save(folder)
+        stored.with_curve(validation.curve, validation.step).save(folder)
 
     def _search(
         self,
@@ -252,7 +254,6 @@ class _Conversion:
         prepared: list[PreparedWindow],
         start: int,
         stages: Stages,
-        stage: str,
         *,
         tolerance: float,
     ) -> list[Measurement]:
@@ -262,21 +263,19 @@ class _Conversion:
             reverse=True,
         )
         return search_step(
-            lambda step: self._measure(codec, prepared, step, stages, stage),
+            lambda step: self._measure(codec, prepared, step, stages),
             target,
             start=start,
             bounds=(fine, coarse),
         )
 
-    def _measure(
-        self, codec: Codec, prepared: list[PreparedWindow], step: int, stages: Stages, stage: str
-    ) -> Measurement:
+    def _measure(self, codec: Codec, prepared: list[PreparedWindow], step: int, stages: Stages) -> Measurement:
         done = 0
 
         def on_window() -> None:
             nonlocal done
             done += 1
-            stages.tell(stage, done, len(prepared), f"windows at step {step}")
+            stages.tell("validate", done, len(prepared), f"windows at step {step}")
 
         return measure(self._model, codec, prepared, step, on_window)
 
@@ -342,10 +341,6 @@ class _Conversion:
         """The last eighth of the calibration text; all of it where it is a single sequence."""
         return self._sequences[-max(1, len(self._sequences) // _KEPT_ASIDE) :]
 
-    @property
-    def _tuning_windows(self) -> list[Window]:
-        return [_halved(sequence) for sequence in self._kept_aside_sequences[:_TUNING_WINDOWS]]
-
     @cached_property
     def _windows(self) -> list[Window]:
         length = min(WINDOW_TOKENS, self._position_limit)
@@ -387,9 +382,3 @@ def _align(statistics: Statistics, folder: Path) -> None:
     save_bases([fit_basis(statistics, group, weights[group.name]) for group in statistics.groups], folder / _BASES_NAME)
     heads = {kind: asdict(found) for kind, found in head_alignment(statistics).items()}
     (folder / _HEADS_NAME).write_text(json.dumps(heads))
-
-
-def _halved(sequence: Tensor) -> Window:
-    """A calibration sequence as a window to tune on."""
-    cut = prefix_tokens(sequence.numel())
-    return Window("calibration", sequence[:cut], sequence[cut:])

@@ -30,8 +30,8 @@ class Transform:
 
     def classes(self, step: int) -> NDArray[np.int16]:
         """Class of each component that is coded at a step: [r], r <= R, the widest components."""
-        classes = (self.scales.astype(np.int32) - step + 2) >> 2
-        return np.minimum(classes[classes >= LOWEST], CLASS_LIMIT).astype(np.int16)
+        classes = (self.scales[: coded_components(self.scales, step)].astype(np.int32) - step + 2) >> 2
+        return np.minimum(classes, CLASS_LIMIT).astype(np.int16)
 
     def token_classes(self, step: int, shifts: NDArray[np.int8]) -> NDArray[np.int16]:
         """Class of each token and component, [T, r]; r covers the finest token, and the others' rest is below LOWEST.
@@ -42,3 +42,8 @@ class Transform:
         coded = self.classes(finest).size
         classes = ((self.scales[:coded].astype(np.int32) - step + 2) >> 2)[None, :] - shifts[:, None]
         return np.minimum(classes, CLASS_LIMIT).astype(np.int16)
+
+
+def coded_components(scales: NDArray[np.int16], step: int) -> int:
+    """How many of the widest components are coded at a step. scales [R], falling."""
+    return int((((scales.astype(np.int32) - step + 2) >> 2) >= LOWEST).sum())
