@@ -203,6 +203,7 @@ class _Conversion:
 
     def _fit(self, aligned: Aligned, base: BaseModel, folder: Path) -> None:
         """A codec of full rank; validate cuts it down to what the step it finds needs."""
+        check_room(self._config, self._position_limit)
         sink_tokens = self._config.codec.sink_tokens
         kept_aside = list(capture(self._model, self._shape, iter(self._kept_aside_sequences)))
         transforms, orders = fit.full_transforms(aligned.bases, kept_aside, sink_tokens)

@@ -180,10 +180,10 @@ def test_kill_9_ends_everything_and_the_next_run_starts_clean(demo: Callable[...
 
 
 def test_a_failed_job_is_explained(demo: Callable[..., Demo]) -> None:
-    running = demo("--json", "--calibration-tokens", "4000000")
+    running = demo("--json", "--max-kl", "1e-12")
     assert running.process.wait(120) == 1
-    assert "error (dataset_invalid)" in running.err
-    assert "Set calibration.tokens" in running.err
+    assert "error (config_invalid)" in running.err
+    assert "Ask for a larger max_kl" in running.err
     shown = json.loads(running.out)
     assert list(shown) == KEYS
     assert (shown["state"], shown["commit"]) == ("failed", None)

@@ -188,7 +188,7 @@ def test_a_finished_conversion_is_not_done_again(finished: tuple[Conversion, Con
 @pytest.mark.parametrize(
     ("place", "stage"),
     [
-        *(("within", "calibrate"), ("within", "fit"), ("within", "validate")),
+        *(("within", "calibrate"), ("at its end", "fit"), ("within", "validate")),
         *(("at its start", "align"), ("at its start", "report"), ("at its end", "align"), ("at its end", "validate")),
     ],
 )
