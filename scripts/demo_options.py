@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep", action="store_true", help="leave the services up until Ctrl-C")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a model folder, instead of SmolLM2-135M-Instruct")
     parser.add_argument("--calibration-tokens", type=int, metavar="N", help="how much text the codec is fitted on")
-    parser.add_argument("--windows", type=int, metavar="N", help="windows to validate on, spread over the domains of text")
+    parser.add_argument("--windows", type=int, metavar="N", help="windows to validate on, over all domains")
     parser.add_argument("--max-kl", type=float, metavar="X", help="smallest cache within this mean KL, nats a token")
     parser.add_argument(
         "--folder",
