@@ -143,7 +143,7 @@ FAILING = {
         late("tokenizer", "source_invalid", "tokenizer", source="broken-tokenizer"),
         late("columns", "dataset_invalid", "text column", calibration={"dataset": "ada/numbers"}),
         late("short", "dataset_invalid", "Name a larger dataset", validation={"dataset": "ada/short", "windows": 8}),
-        late("kl", "config_invalid", "max_kl", codec={"ratio": None, "max_kl": 1e-9}, until="align"),
+        late("kl", "config_invalid", "max_kl", codec={"ratio": None, "max_kl": 1e-9}, until="fit"),
         late("gate", "quality_gate", "KL", validation={"gate": {"max_kl": 1e-9, "min_top1": 0}}, until="validate"),
     )
 }
