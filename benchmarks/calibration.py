@@ -1,4 +1,4 @@
-"""What calibration costs above the passes it cannot do without: bare forward and backward over the same tokens.
+"""What calibration costs above the passes it cannot do without: the same forward and backward passes, bare.
 
     python -m benchmarks.calibration --model DIR --json OUT
 
@@ -20,9 +20,11 @@ from transformers import DynamicCache
 from benchmarks.environment import describe, say, write_json
 from benchmarks.fitting import Subject, calibration_sequences
 from kvalign import calibrate
-from kvalign.capture import cache_argument, run
+from kvalign.capture import layer_tensors, run
 from kvalign.config import Calibration
+from kvalign.convert import TOKEN_BETA
 from kvalign.text import builtin_documents
+from kvalign.windows import prefix_tokens
 
 UNITS = {
     "*_s": "seconds, after one pass to warm up",
@@ -31,7 +33,10 @@ UNITS = {
     "loaded_bytes": "resident memory before the first pass, model and text loaded",
     "calibration_over_bare": "seconds of calibration / mean seconds of the bare runs before and after it",
 }
-_WHAT = {"bare": "forward and backward passes alone", "calibration": "kvalign.calibrate.calibrate, with checkpoints"}
+_WHAT = {
+    "bare": "a forward pass over each sequence, and a backward pass from its last quarter to the cache before it",
+    "calibration": "kvalign.calibrate.calibrate, with checkpoints",
+}
 
 
 def main() -> None:
@@ -73,14 +78,11 @@ def measured(what: str, folder: Path, tokens: int) -> dict[str, Any]:
     subject = Subject.load(folder)
     length = min(Calibration().sequence_length, subject.position_limit)
     sequences = calibration_sequences(subject, builtin_documents("calibration"), tokens=tokens, length=length, seed=0)
-    pieces = calibrate.gradient_sequences(sequences)
-    forward(subject.model, sequences[:1])
-    backward(subject.model, pieces[:1])
+    passes(subject.model, sequences[:1])
     loaded = _resident_bytes()
     start = time.perf_counter()
     if what == "bare":
-        forward(subject.model, sequences)
-        backward(subject.model, pieces)
+        passes(subject.model, sequences)
     else:
         with tempfile.TemporaryDirectory() as scratch:
             calibrate.calibrate(
@@ -88,6 +90,7 @@ def measured(what: str, folder: Path, tokens: int) -> dict[str, Any]:
                 subject.shape,
                 sequences,
                 seed=0,
+                token_beta=TOKEN_BETA,
                 checkpoint=Path(scratch) / "statistics.safetensors",
                 on_progress=lambda done, total: None,
             )
@@ -95,27 +98,26 @@ def measured(what: str, folder: Path, tokens: int) -> dict[str, Any]:
         "what": what,
         "doing": _WHAT[what],
         "forward_tokens": sum(sequence.numel() for sequence in sequences),
-        "backward_tokens": sum(piece.numel() for piece in pieces),
+        "backward_tokens": sum(sequence.numel() - prefix_tokens(sequence.numel()) for sequence in sequences),
         "total_s": round(time.perf_counter() - start, 3),
         "loaded_bytes": loaded,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
-@torch.no_grad()
-def forward(model: Any, sequences: list[Tensor]) -> None:
-    """A forward pass over each sequence that fills a cache."""
+def passes(model: Any, sequences: list[Tensor]) -> None:
+    """The passes that calibration makes, and nothing with what they give."""
     for tokens in sequences:
-        run(model, tokens[None], logits_to_keep=1)
-
-
-def backward(model: Any, sequences: list[Tensor]) -> None:
-    """A forward and a backward pass over each sequence: gradients of its loss towards its embeddings."""
-    for tokens in sequences:
+        prefix = prefix_tokens(tokens.numel())
+        with torch.no_grad():
+            _, before = run(model, tokens[None, :prefix], logits_to_keep=1)
+        cache = DynamicCache()
         with torch.enable_grad():
-            embeddings = model.get_input_embeddings()(tokens[None]).detach().requires_grad_()
-            logits = model(inputs_embeds=embeddings, use_cache=True, **{cache_argument(model): DynamicCache()}).logits
-            nn.functional.cross_entropy(logits[0, :-1].float(), tokens[1:], reduction="sum").backward()
+            for index, pair in enumerate(layer_tensors(before)):
+                keys, values = (x.detach().clone().requires_grad_() for x in pair)
+                cache.update(keys, values, index)
+            logits, _ = run(model, tokens[None, prefix:], cache)
+            nn.functional.cross_entropy(logits[0, :-1].float(), tokens[prefix + 1 :], reduction="sum").backward()
 
 
 def _resident_bytes() -> int:

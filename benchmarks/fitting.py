@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from kvalign import calibrate, fit
 from kvalign.align.basis import fit_basis, head_weights
 from kvalign.artifact import Artifact, BaseModel, StoredGroup
 from kvalign.capture import CacheShape, Captured, capture, load_model, load_tokenizer, measure_shape
+from kvalign.convert import TOKEN_BETA
+from kvalign.recompute import default_count
 from kvalign.statistics import Statistics
 from kvalign.text import Document, token_sequences
 
@@ -35,7 +37,9 @@ class Subject:
     @classmethod
     def load(cls, folder: Path) -> "Subject":
         model = load_model(folder)
-        return cls(folder, model, load_tokenizer(folder), measure_shape(model))
+        shape = measure_shape(model)
+        shape = replace(shape, recomputed=default_count(model, shape))
+        return cls(folder, model, load_tokenizer(folder), shape)
 
     @property
     def position_limit(self) -> int:
@@ -61,31 +65,45 @@ class Calibration:
     """What all methods are fitted on.
 
     statistics  sums over seven eighths of the sequences
-    kept_aside  features of the rest
+    plain       the same over every layer, predicted by nothing: what KVTC is fitted on
+    kept_aside  what the rest leaves
     """
 
     statistics: Statistics
+    plain: Statistics | None
     kept_aside: list[Captured]
     tokens: int
 
 
-def calibrated(subject: Subject, documents: Sequence[Document], *, tokens: int, seed: int) -> Calibration:
-    """Forward passes over the text, and backward passes over a part of it; as much text as there is, up to `tokens`."""
+def calibrated(
+    subject: Subject, documents: Sequence[Document], *, tokens: int, seed: int, with_plain: bool = False
+) -> Calibration:
+    """The passes of a conversion over as much text as there is, up to `tokens`; with_plain: once more for KVTC."""
     length = min(_SEQUENCE_TOKENS, subject.position_limit)
     sequences = calibration_sequences(subject, documents, tokens=tokens, length=length, seed=seed)
     aside = sequences[-max(1, len(sequences) // _KEPT_ASIDE) :]
     basis = sequences[: len(sequences) - len(aside)] or sequences
-    with tempfile.TemporaryDirectory() as folder:
-        statistics = calibrate.calibrate(
-            subject.model,
-            subject.shape,
-            basis,
-            seed=seed,
-            checkpoint=Path(folder) / "statistics.safetensors",
-            on_progress=lambda done, total: say(f"calibrate: {done} of {total} passes"),
-        )
-    kept = list(capture(subject.model, subject.shape, iter(aside)))
-    return Calibration(statistics, kept, sum(sequence.numel() for sequence in sequences))
+
+    def sums(shape: CacheShape, metric: calibrate.Metric) -> Statistics:
+        with tempfile.TemporaryDirectory() as folder:
+            return calibrate.calibrate(
+                subject.model,
+                shape,
+                basis,
+                seed=seed,
+                sink_tokens=SINK_TOKENS,
+                token_beta=TOKEN_BETA,
+                metric=metric,
+                checkpoint=Path(folder) / "statistics.safetensors",
+                on_progress=lambda done, total: say(f"calibrate: {done} of {total} sequences"),
+            )
+
+    return Calibration(
+        sums(subject.shape, "gradient"),
+        sums(replace(subject.shape, recomputed=0), "none") if with_plain else None,
+        list(capture(subject.model, subject.shape, iter(aside))),
+        sum(sequence.numel() for sequence in sequences),
+    )
 
 
 def calibration_sequences(
@@ -115,7 +133,8 @@ def fitted(subject: Subject, calibration: Calibration, *, finest_ratio: float, t
     groups = []
     for basis, transform, order in zip(bases, transforms, orders, strict=True):
         rank = transform.classes(finest).size
-        groups.append(StoredGroup.of(basis, transform.scales[:rank], order[:rank]))
+        deviation = fit.feature_deviation(calibration.kept_aside)
+        groups.append(StoredGroup.of(basis, transform.scales[:rank], order[:rank], deviation))
     return Artifact(
         base=BaseModel.of(subject.folder, repo=subject.folder.resolve().name, commit=""),
         shape=subject.shape,

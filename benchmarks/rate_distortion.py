@@ -11,6 +11,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from kvalign.convert import TOKEN_BETA
 from kvalign.evaluate.baselines import Baseline, Fp8, Kivi, fit_kvtc
 from kvalign.evaluate.protocol import FLOOR_LIMIT, CacheCoder, PreparedWindow, try_coder
 from kvalign.text import Document, Window, fingerprint, read_documents
-from kvalign.watch import RecentQueries
 
 # Coded-token ratios aimed at; what is reported is what the bytes give.
 OUR_RATIOS = (3.5, 5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 56.0, 80.0, 130.0)
@@ -58,7 +58,9 @@ def main() -> None:
     _refuse_overlap(calibration_documents, evaluation_documents)
     subject = Subject.load(arguments.model)
     windows, drawn = _windows(subject, evaluation_documents, arguments.windows, arguments.seed)
-    calibration = calibrated(subject, calibration_documents, tokens=arguments.calibration_tokens, seed=arguments.seed)
+    calibration = calibrated(
+        subject, calibration_documents, tokens=arguments.calibration_tokens, seed=arguments.seed, with_plain=True
+    )
     contenders = all_contenders(subject, calibration, arguments.token_beta)
     scored: list[Scored] = []
     floors: list[float] = []
@@ -81,6 +83,7 @@ def main() -> None:
         "sink_tokens": SINK_TOKENS,
         "recent_tokens": 0,
         "token_beta": arguments.token_beta,
+        "recomputed_layers": subject.shape.recomputed,
         "calibration": {
             "tokens": calibration.tokens,
             "domains": sorted({document.domain for document in calibration_documents}),
@@ -153,14 +156,15 @@ def all_contenders(subject: Subject, calibration: Calibration, token_beta: float
     shape = subject.shape
     contenders = []
     artifact = fitted(subject, calibration, finest_ratio=OUR_RATIOS[0], token_beta=token_beta)
-    codec, size = artifact.codec(), artifact_bytes(artifact)
+    codec, size = artifact.codec(subject.model), artifact_bytes(artifact)
     for ratio in OUR_RATIOS:
         step = fit.expected_step(list(codec.transforms), shape.geometry, ratio)
         contenders.append(Contender("kvalign", f"step {step}", round_trip(codec, step), size))
     say("fit: KVTC")
+    assert calibration.plain is not None
     kvtc = fit_kvtc(
-        calibration.statistics,
-        shape,
+        calibration.plain,
+        replace(shape, recomputed=0),
         calibration.kept_aside,
         sink_tokens=SINK_TOKENS,
         smallest_ratio=KVTC_RATIOS[0],
@@ -178,8 +182,8 @@ def all_contenders(subject: Subject, calibration: Calibration, token_beta: float
 def round_trip(codec: Codec, step: int) -> CacheCoder:
     """Our codec at a step: the only place where this benchmark calls it."""
 
-    def coder(cache: DynamicCache, queries: RecentQueries) -> tuple[DynamicCache, PayloadSizes]:
-        data = codec.encode(cache, step=step, queries=queries)
+    def coder(prepared: PreparedWindow) -> tuple[DynamicCache, PayloadSizes]:
+        data = codec.encode(prepared.cache, input_ids=prepared.window.prefix[None], step=step, watched=prepared.watched)
         return codec.decode(data), codec.sizes(data)
 
     return coder
@@ -187,9 +191,9 @@ def round_trip(codec: Codec, step: int) -> CacheCoder:
 
 def score(model: Any, contender: Contender, own: PreparedWindow, other: PreparedWindow) -> list[Scored]:
     """One round trip, scored by both protocols."""
-    result = contender.coder(own.cache, own.queries)
+    result = contender.coder(own)
     return [
-        Scored(contender, protocol, try_coder(model, prepared, lambda cache, queries: result))
+        Scored(contender, protocol, try_coder(model, prepared, lambda window: result))
         for protocol, prepared in zip(PROTOCOLS, (own, other), strict=True)
     ]
 

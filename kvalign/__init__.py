@@ -1,8 +1,8 @@
 """kvalign: KV caches of language models, many times smaller, with proof of how good the result is.
 
     model, tokenizer, codec = kvalign.load("owner/name-kvalign")
-    blob = codec.encode(cache)
-    cache = codec.decode(blob, model)
+    blob = codec.encode(cache, input_ids=ids)
+    cache = codec.decode(blob)
 
 Importing kvalign is quick: torch and transformers are loaded with the first of these names that is used.
 """

@@ -1,7 +1,7 @@
 """The codec folder: safetensors and JSON, pinned to the base model it was made for. No pickle anywhere.
 
 kvalign_config.json          what, for which model, how good; small enough to read by eye
-kvalign_codec.safetensors    means, directions (int8), head weights, scales, symbol tables, rotary frequencies
+kvalign_codec.safetensors    predictors and directions (int8), head weights, scales, symbol tables, rotary frequencies
 """
 
 import hashlib
@@ -40,6 +40,7 @@ _MAX_CONFIG_BYTES = 16 * 1024**2
 _MAX_VERBATIM_TOKENS = 1 << 26
 _MAX_TOKEN_BETA = 4.0
 _MAX_MEASURED = 1e9
+_SMALLEST = 1e-12
 _CONVERT_AGAIN = "Pull the artifact again, or convert the model again."
 
 
@@ -93,25 +94,44 @@ class BaseModel:
 class StoredGroup:
     """One group's basis as it is stored: truncated to what the operating range codes, directions in int8.
 
+    intercept         [P] float32
+    predictor         [F, P] int8, times feature_scale [F] and predictor_scale [P], float32 both
     directions        [P, R] int8, times directions_scale [R] float32
     weights           per layer, [H, D, D] float32: W of each head over the step scale of its kind
     scales            [R] int16, falling: mean magnitude of each coefficient, sixteenths of an octave
     """
 
     group: FeatureGroup
-    mean: Tensor
+    intercept: Tensor
+    predictor: Tensor
+    feature_scale: Tensor
+    predictor_scale: Tensor
     weights: tuple[Tensor, ...]
     directions: Tensor
     directions_scale: Tensor
     scales: NDArray[np.int16]
 
     @classmethod
-    def of(cls, basis: Basis, scales: NDArray[np.int16], kept: Tensor) -> "StoredGroup":
-        """kept [R] int64: the columns of the basis to store, by falling scale; scales [R] int16 in that order."""
-        columns = basis.directions[:, kept]
-        scale = columns.abs().amax(0).clamp_min(1e-12) / 127
-        int8 = (columns / scale).round().to(torch.int8)
-        return cls(basis.group, basis.mean, basis.weights, int8, scale, scales)
+    def of(cls, basis: Basis, scales: NDArray[np.int16], kept: Tensor, feature_deviation: Tensor) -> "StoredGroup":
+        """The basis, rounded.
+
+        kept               [R] int64: the columns to store, by falling scale; scales [R] int16 in that order
+        feature_deviation  [F] float32: each feature's standard deviation, so that rounding costs all of them alike
+        """
+        feature_scale = 1 / feature_deviation.clamp_min(_SMALLEST)
+        predictor, predictor_scale = _int8(basis.predictor / feature_scale[:, None])
+        directions, directions_scale = _int8(basis.directions[:, kept])
+        return cls(
+            basis.group,
+            basis.intercept,
+            predictor,
+            feature_scale,
+            predictor_scale,
+            basis.weights,
+            directions,
+            directions_scale,
+            scales,
+        )
 
     def cut(self, step: int) -> "StoredGroup":
         """Only the components that are coded at a step."""
@@ -125,14 +145,23 @@ class StoredGroup:
 
     def transform(self) -> Transform:
         """What the codec multiplies by: 2 P R D flops."""
+        predictor = self.feature_scale[:, None] * self.predictor.float() * self.predictor_scale
         basis = Basis(
             self.group,
-            self.mean,
+            self.intercept,
+            predictor,
             self.weights,
             self.directions.float() * self.directions_scale,
             torch.zeros(self.directions.shape[1]),
         )
-        return Transform(self.group, self.mean, basis.analysis(), basis.synthesis(), self.scales)
+        return Transform.of(basis, self.scales)
+
+
+def _int8(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Each column of [N, C] in int8, and its scale, [C] float32."""
+    peak = columns.abs().amax(0) if columns.shape[0] else torch.zeros(columns.shape[1])
+    scale = peak.clamp_min(_SMALLEST) / 127
+    return (columns / scale).round().to(torch.int8), scale
 
 
 @dataclass(frozen=True)
@@ -162,7 +191,10 @@ class Artifact:
                 tensors[f"inv_freq.{index}"] = rope.inv_freq.clone()
         for stored in self.groups:
             name = stored.group.name
-            tensors[f"mean.{name}"] = stored.mean
+            tensors[f"intercept.{name}"] = stored.intercept
+            tensors[f"predictor.{name}"] = stored.predictor.contiguous()
+            tensors[f"predictor_scale.{name}"] = stored.predictor_scale
+            tensors[f"feature_scale.{name}"] = stored.feature_scale
             tensors[f"directions.{name}"] = stored.directions.contiguous()
             tensors[f"directions_scale.{name}"] = stored.directions_scale
             tensors[f"scales.{name}"] = torch.from_numpy(stored.scales)
@@ -185,7 +217,8 @@ class Artifact:
         """Without the directions that no token needs whose step is `step` or coarser. A codec of its own."""
         return replace(self, groups=tuple(stored.cut(step) for stored in self.groups))
 
-    def codec(self) -> Codec:
+    def codec(self, model: Any = None) -> Codec:
+        """Ready to use. model: the base model, needed to encode or decode where layers are recomputed."""
         return Codec(
             self.shape,
             [stored.transform() for stored in self.groups],
@@ -196,6 +229,7 @@ class Artifact:
             token_beta=self.token_beta,
             curve=self.curve,
             codec_id=self.codec_id,
+            model=model,
         )
 
     def save(self, folder: Path) -> None:
@@ -223,6 +257,7 @@ class Artifact:
         """How the tensors are used."""
         return {
             "geometry": self.shape.geometry.to_json(),
+            "recomputed_layers": self.shape.recomputed,
             "ropes": [{"pairing": rope.pairing, "scaling": rope.scaling} for rope in self.shape.ropes],
             "groups": [{**asdict(stored.group), "rank": int(stored.directions.shape[1])} for stored in self.groups],
         }
@@ -274,15 +309,20 @@ def _assembled(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Arti
     ropes = tuple(_rope(item, tensors.get(f"inv_freq.{index}")) for index, item in enumerate(config["ropes"]))
     if len(ropes) != len(geometry.layers):
         raise ValueError("ropes and geometry differ in layers")
+    recomputed = _number(config, "recomputed_layers", 0, len(geometry.layers) - 1)
     groups = tuple(_stored_group(item, tensors, geometry) for item in config["groups"])
     covered = [
         (part.kind, layer) for part in (s.group for s in groups) for layer in range(part.first_layer, part.end_layer)
     ]
-    if covered != [(kind, layer) for kind in KINDS for layer in range(len(geometry.layers))]:
-        raise ValueError("the groups are not the keys of each layer in turn, then the values")
+    if covered != [(kind, layer) for kind in KINDS for layer in range(recomputed, len(geometry.layers))]:
+        raise ValueError("the groups are not the keys of each stored layer in turn, then the values")
+    if len({stored.predictor.shape[0] for stored in groups}) != 1 or (groups[0].predictor.shape[0] > 0) != (
+        recomputed > 0
+    ):
+        raise ValueError("the groups are predicted from different features")
     return Artifact(
         base=BaseModel.from_json(config["base"]),
-        shape=CacheShape(geometry, ropes),
+        shape=CacheShape(geometry, ropes, recomputed),
         groups=groups,
         tables=Tables(tensors["tables"].numpy().astype(np.uint16)),
         sink_tokens=_number(config, "sink_tokens", 0, _MAX_VERBATIM_TOKENS),
@@ -333,8 +373,12 @@ def _stored_group(item: Mapping[str, Any], tensors: Mapping[str, Tensor], geomet
     name, rank = group.name, int(item["rank"])
     layers = geometry.layers[group.first_layer : group.end_layer]
     weights = tuple(tensors[f"weights.{group.kind}.{group.first_layer + i}"].float() for i in range(len(layers)))
+    features = tensors[f"predictor.{name}"].shape[0]
     expected: list[tuple[Tensor, tuple[int, ...], torch.dtype]] = [
-        (tensors[f"mean.{name}"], (group.width,), torch.float32),
+        (tensors[f"intercept.{name}"], (group.width,), torch.float32),
+        (tensors[f"predictor.{name}"], (features, group.width), torch.int8),
+        (tensors[f"feature_scale.{name}"], (features,), torch.float32),
+        (tensors[f"predictor_scale.{name}"], (group.width,), torch.float32),
         (tensors[f"directions.{name}"], (group.width, rank), torch.int8),
         (tensors[f"directions_scale.{name}"], (rank,), torch.float32),
         (tensors[f"scales.{name}"], (rank,), torch.int16),
@@ -350,10 +394,14 @@ def _stored_group(item: Mapping[str, Any], tensors: Mapping[str, Tensor], geomet
     for weight in weights:
         if torch.linalg.cholesky_ex(weight).info.any():
             raise ValueError(f"a head weight of group {name} is not positive definite")
-    mean, directions, scale, scales = (tensor for tensor, _, _ in expected[:4])
+    intercept, predictor, feature_scale, predictor_scale, directions, scale, scales = (
+        tensor for tensor, _, _ in expected[:7]
+    )
     if (scales[1:] > scales[:-1]).any():
         raise ValueError(f"the scales of group {name} do not fall")
-    return StoredGroup(group, mean, weights, directions, scale, scales.numpy())
+    return StoredGroup(
+        group, intercept, predictor, feature_scale, predictor_scale, weights, directions, scale, scales.numpy()
+    )
 
 
 def sha256_of(file: Path) -> str:

@@ -2,25 +2,19 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvalign.capture import CacheShape, capture, capture_with_gradients
+from kvalign.capture import CacheShape, Captured, CapturedGradients, capture, capture_with_gradients
 from kvalign.statistics import Statistics, feature_groups
+from kvalign.token_steps import shifts_by_attention, step_sizes
+from kvalign.windows import prefix_tokens
 
-# Each head's sensitivity is one D x D matrix, so that far fewer tokens fix it than the covariance needs.
-GRADIENT_TOKENS = 8192
-_GRADIENT_LENGTH = 512
+Metric = Literal["gradient", "none"]
+
 _CHECKPOINT_SEQUENCES = 4
-
-
-def gradient_sequences(sequences: list[Tensor]) -> list[Tensor]:
-    """Pieces of the calibration text, taken in turn from its sequences, for backward passes."""
-    length = min(_GRADIENT_LENGTH, sequences[0].numel())
-    pieces = [sequence[:length] for sequence in sequences]
-    return pieces[: max(1, GRADIENT_TOKENS // length)]
 
 
 def calibrate(
@@ -31,35 +25,52 @@ def calibrate(
     seed: int,
     checkpoint: Path,
     on_progress: Callable[[int, int], None],
+    sink_tokens: int = 4,
+    token_beta: float = 0.0,
+    metric: Metric = "gradient",
 ) -> Statistics:
-    """Sums over all sequences, and over the gradients of some; goes on from `checkpoint` when it is there.
+    """Sums over all sequences; goes on from `checkpoint` when it is there.
 
     sequences    [T] int64 each
-    checkpoint   written every few passes, atomically
-    on_progress  called with (passes done, passes in all); what it raises stops the work
+    checkpoint   written every few sequences, atomically
+    on_progress  called with (sequences done, sequences in all); what it raises stops the work
+    sink_tokens  first tokens of each sequence, never coded and so left out
+    token_beta   as the codec's: a token counts in the sensitivity by the square of the step it will have
     """
-    groups = feature_groups(shape.geometry)
+    groups = feature_groups(shape.geometry, first=shape.recomputed)
     statistics = Statistics(groups, shape.geometry)
     if checkpoint.exists():
         statistics = Statistics.load(checkpoint, groups, shape.geometry)
-    backward = gradient_sequences(sequences)
-    total = len(sequences) + len(backward)
-    on_progress(statistics.passes, total)
-    for captured in capture(model, shape, iter(sequences[statistics.sequences :])):
-        statistics.update({"keys": captured.keys, "values": captured.values})
-        _kept(statistics, checkpoint, total, on_progress)
-    for index in range(statistics.gradient_sequences, len(backward)):
-        # A generator for each piece, so that a resumed run samples the same labels.
+    on_progress(statistics.sequences, len(sequences))
+    for index in range(statistics.sequences, len(sequences)):
+        # A generator for each sequence, so that a resumed run samples the same labels.
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-        captured = capture_with_gradients(model, shape, backward[index], generator)
-        assert captured.key_gradients is not None
-        assert captured.value_gradients is not None
-        statistics.update_sensitivity({"keys": captured.key_gradients, "values": captured.value_gradients})
-        _kept(statistics, checkpoint, total, on_progress)
+        captured, gradients = _pass(model, shape, sequences[index], generator, metric)
+        coded = slice(sink_tokens, None)
+        statistics.update({"keys": captured.keys[coded], "values": captured.values[coded]}, captured.features[coded])
+        if gradients is not None:
+            weights = _weights(gradients, sink_tokens, token_beta)
+            statistics.update_sensitivity(
+                {"keys": gradients.keys[coded], "values": gradients.values[coded]}, weights[coded]
+            )
+        if statistics.sequences % _CHECKPOINT_SEQUENCES == 0:
+            statistics.save(checkpoint)
+        on_progress(statistics.sequences, len(sequences))
     return statistics
 
 
-def _kept(statistics: Statistics, checkpoint: Path, total: int, on_progress: Callable[[int, int], None]) -> None:
-    if statistics.passes % _CHECKPOINT_SEQUENCES == 0:
-        statistics.save(checkpoint)
-    on_progress(statistics.passes, total)
+def _pass(
+    model: Any, shape: CacheShape, tokens: Tensor, generator: torch.Generator, metric: Metric
+) -> tuple[Captured, CapturedGradients | None]:
+    if metric == "none":
+        return next(capture(model, shape, iter([tokens]))), None
+    return capture_with_gradients(model, shape, tokens, prefix_tokens(tokens.numel()), generator)
+
+
+def _weights(gradients: CapturedGradients, sink_tokens: int, token_beta: float) -> Tensor:
+    """Square of each token's step over the step, [T] float32."""
+    if not gradients.attention or not token_beta:
+        return torch.ones(gradients.keys.shape[0])
+    coded = [received[sink_tokens:] for received in gradients.attention]
+    sizes = torch.from_numpy(step_sizes(0, shifts_by_attention(coded, token_beta))[:, 0])
+    return torch.cat([torch.zeros(sink_tokens), sizes.square()])

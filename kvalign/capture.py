@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvalign.errors import SourceInvalid, SourceUnsupported
-from kvalign.geometry import Geometry, Kind, LayerGeometry
+from kvalign.geometry import KINDS, Geometry, Kind, LayerGeometry
 from kvalign.rope import NO_ROPE, Pairing, Rope
+from kvalign.watch import attention_input, joined_inputs, watch
 
 _FULL_CACHE_ONLY = "kvalign converts causal models whose every layer keeps a full KV cache."
 _PROBE_TOKENS = 12
@@ -27,10 +28,43 @@ _UNROTATION_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat1
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a codec must know about the model whose cache it codes. ropes holds one entry a layer."""
+    """What a codec must know about the model whose cache it codes.
+
+    ropes       one entry a layer
+    recomputed  how many of the first layers are computed again from the token ids instead of being stored
+    """
 
     geometry: Geometry
     ropes: tuple[Rope, ...]
+    recomputed: int = 0
+
+    @property
+    def stored(self) -> Geometry:
+        """The layers that a payload holds."""
+        return Geometry(self.geometry.layers[self.recomputed :])
+
+    @property
+    def judging_layers(self) -> range:
+        """Layers whose attention judges tokens: every third stored one says as much as all (docs/log.md)."""
+        return range(self.recomputed, len(self.geometry.layers), 3)
+
+    def runs(self, first: int, end: int) -> list[range]:
+        """Layers first..end cut into runs of equal shape and rotation, which can be handled as one."""
+        found: list[range] = []
+        for index in range(first, end):
+            if found and self._alike(found[-1].start, index):
+                found[-1] = range(found[-1].start, index + 1)
+            else:
+                found.append(range(index, index + 1))
+        return found
+
+    def _alike(self, a: int, b: int) -> bool:
+        one, other = self.ropes[a], self.ropes[b]
+        return (
+            self.geometry.layers[a] == self.geometry.layers[b]
+            and (one.pairing, one.scaling) == (other.pairing, other.scaling)
+            and torch.equal(one.inv_freq, other.inv_freq)
+        )
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -186,80 +220,134 @@ def _undoing_rope(layer: int, candidates: list[Rope], near: Tensor, far: Tensor,
     return rope
 
 
-def token_matrix(cache: Any, kind: Kind, shape: CacheShape, row: int, tokens: slice, positions: Tensor) -> Tensor:
+def token_matrix(
+    cache: Any,
+    kind: Kind,
+    shape: CacheShape,
+    row: int,
+    tokens: slice,
+    positions: Tensor,
+    layers: tuple[int, int] | None = None,
+) -> Tensor:
     """Keys (unrotated) or values of one row as [T, P] float32, layers side by side, heads within, channels within.
 
     positions  [T] int64, of the tokens in the slice
+    layers     first and end; default: all
     """
+    pairs = layer_tensors(cache)
     columns = []
-    for (keys, values), rope in zip(layer_tensors(cache), shape.ropes, strict=True):
-        unrotated = kind == "keys"
-        x = rope.undo(keys[row, :, tokens], positions, keys.dtype) if unrotated else values[row, :, tokens].float()
-        columns.append(x.transpose(0, 1).flatten(1))
+    for run_of_layers in shape.runs(*(layers or (0, len(pairs)))):
+        heads = torch.cat([pairs[index][KINDS.index(kind)][row, :, tokens] for index in run_of_layers])
+        rope = shape.ropes[run_of_layers.start] if kind == "keys" else NO_ROPE
+        columns.append(rope.undo(heads, positions, heads.dtype).transpose(0, 1).flatten(1))
     return torch.cat(columns, dim=1)
+
+
+def head_tensors(
+    matrix: Tensor, kind: Kind, shape: CacheShape, first: int, positions: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
+    """Inverse of token_matrix: layers from `first` on, keys rotated, [H, T, D] float32 each.
+
+    matrix     [T, P] of whole layers
+    dtype      that of the model's activations: it rounds cos and sin to it
+    """
+    found: list[Tensor] = []
+    end, start = first, 0
+    while start < matrix.shape[1]:
+        start += shape.geometry.layers[end].width(kind)
+        end += 1
+    start = 0
+    for run_of_layers in shape.runs(first, end):
+        layer = shape.geometry.layers[run_of_layers.start]
+        width = len(run_of_layers) * layer.width(kind)
+        heads = matrix[:, start : start + width].unflatten(1, (-1, layer.head_dim(kind))).transpose(0, 1)
+        start += width
+        rope = shape.ropes[run_of_layers.start] if kind == "keys" else NO_ROPE
+        found += rope.redo(heads, positions, dtype).split(layer.kv_heads)
+    return found
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One sequence's features, [T, P] float32 each; gradients only when asked for."""
+    """What one sequence of T tokens leaves, float32 each.
+
+    keys, values  [T, P] over all layers
+    features      [T, F]: input of the last recomputed layer's attention; F is 0 when none is
+    """
 
     keys: Tensor
     values: Tensor
-    key_gradients: Tensor | None = None
-    value_gradients: Tensor | None = None
+    features: Tensor
 
-    def features(self, kind: Kind) -> Tensor:
+    def of(self, kind: Kind) -> Tensor:
         return self.keys if kind == "keys" else self.values
 
-    def gradients(self, kind: Kind) -> Tensor | None:
-        return self.key_gradients if kind == "keys" else self.value_gradients
+
+@dataclass(frozen=True)
+class CapturedGradients:
+    """What the loss on a sequence's continuation says of its prefix of T tokens.
+
+    keys, values  [T, P] float32: gradient of the summed loss
+    attention     per layer that could be watched, [T]: mean square attention received from the prefix's last queries
+    """
+
+    keys: Tensor
+    values: Tensor
+    attention: list[Tensor]
+
+    def of(self, kind: Kind) -> Tensor:
+        return self.keys if kind == "keys" else self.values
 
 
 def capture(model: Any, shape: CacheShape, sequences: Iterator[Tensor]) -> Iterator[Captured]:
-    """Keys and values of each sequence ([T] int64); one forward pass each."""
+    """Keys, values and features of each sequence ([T] int64); one forward pass each."""
     for tokens in sequences:
-        with torch.no_grad():
+        with torch.no_grad(), attention_input(model, shape.recomputed - 1) as seen:
             _, cache = run(model, tokens[None], logits_to_keep=1)
-        yield _captured(cache, shape)
+        yield _captured(cache, shape, seen)
 
 
-def capture_with_gradients(model: Any, shape: CacheShape, tokens: Tensor, generator: torch.Generator) -> Captured:
-    """As capture, with the gradient of the model's own loss towards each cached key and value.
+def capture_with_gradients(
+    model: Any, shape: CacheShape, tokens: Tensor, prefix: int, generator: torch.Generator
+) -> tuple[Captured, CapturedGradients]:
+    """As capture, with the gradient of the model's own loss on tokens prefix.. towards the cache of tokens ..prefix.
 
+    That is what coding a prefix can hurt: the loss on the prefix itself was paid while the cache was still exact.
     Labels are sampled from the model's distribution, so that the mean of g g^T is the Fisher information and not
-    the empirical one (Kunstner et al. 2019). One forward and one backward pass; T x 2P floats more memory.
+    the empirical one (Kunstner et al. 2019). One forward pass, and a backward pass over the continuation alone.
     """
-    with torch.enable_grad():
-        embeddings = model.get_input_embeddings()(tokens[None]).detach().requires_grad_()
-        cache = DynamicCache()
-        logits = model(inputs_embeds=embeddings, use_cache=True, **{cache_argument(model): cache}).logits[0]
-        for keys, values in layer_tensors(cache):
-            keys.retain_grad()
-            values.retain_grad()
-        labels = torch.multinomial(logits.detach().float().softmax(-1), 1, generator=generator)[:, 0]
-        nn.functional.cross_entropy(logits.float(), labels, reduction="sum").backward()
-    positions = torch.arange(tokens.numel())
+    with attention_input(model, shape.recomputed - 1) as seen:
+        with torch.no_grad(), watch(model) as queries:
+            _, before = run(model, tokens[None, :prefix], logits_to_keep=1)
+        cache, leaves = DynamicCache(), []
+        with torch.enable_grad():
+            for index, pair in enumerate(layer_tensors(before)):
+                keys, values = (x.detach().clone().requires_grad_() for x in pair)
+                leaves.append((keys, values))
+                cache.update(keys, values, index)
+            logits = run(model, tokens[None, prefix:], cache)[0][0]
+            labels = torch.multinomial(logits.detach().float().softmax(-1), 1, generator=generator)[:, 0]
+            nn.functional.cross_entropy(logits.float(), labels, reduction="sum").backward()
+    positions = torch.arange(prefix)
     key_columns, value_columns = [], []
-    for (keys, values), rope in zip(layer_tensors(cache), shape.ropes, strict=True):
+    for (keys, values), rope in zip(leaves, shape.ropes, strict=True):
         assert keys.grad is not None
         assert values.grad is not None
         key_columns.append(rope.undo_gradient(keys.grad[0], positions, keys.dtype).transpose(0, 1).flatten(1))
         value_columns.append(values.grad[0].float().transpose(0, 1).flatten(1))
+    attention = [queries.attention(index, leaves[index][0].detach(), 0, 0) for index in shape.judging_layers]
     with torch.no_grad():
-        plain = _captured(cache, shape)
-    return Captured(
-        plain.keys.detach(),
-        plain.values.detach(),
-        torch.cat(key_columns, dim=1),
-        torch.cat(value_columns, dim=1),
-    )
+        plain = _captured(cache, shape, seen)
+    watched = [received for received in attention if received is not None]
+    return plain, CapturedGradients(torch.cat(key_columns, dim=1), torch.cat(value_columns, dim=1), watched)
 
 
-def _captured(cache: Any, shape: CacheShape) -> Captured:
+def _captured(cache: Any, shape: CacheShape, seen: list[Tensor]) -> Captured:
     tokens = layer_tensors(cache)[0][0].shape[-2]
     positions = torch.arange(tokens)
     everything = slice(0, tokens)
     return Captured(
-        token_matrix(cache, "keys", shape, 0, everything, positions),
-        token_matrix(cache, "values", shape, 0, everything, positions),
+        token_matrix(cache, "keys", shape, 0, everything, positions).detach(),
+        token_matrix(cache, "values", shape, 0, everything, positions).detach(),
+        joined_inputs(seen, tokens)[0],
     )

@@ -1,14 +1,17 @@
 """The only file that joins the at-rest stages: encode(cache) -> bytes, decode(bytes) -> cache.
 
-    cache -> unrotate keys -> [T, P] -> (x - mean) analysis -> [T, R] -> round(y / step) -> symbols
+    token ids -> first layers -> features -> expected
+    cache -> unrotate keys -> [T, P] -> (x - expected) analysis -> [T, R] -> round(y / step) -> symbols
           -> classes -> rANS blocks -> container                                  and back the same way
 
 Knows no calibration and no files: artifact.py reads and writes what a Codec holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,19 +21,26 @@ from transformers import DynamicCache
 
 from kvalign import container, verbatim
 from kvalign.accounting import PayloadSizes
-from kvalign.capture import CacheShape, layer_tensors, token_matrix
+from kvalign.capture import CacheShape, head_tensors, layer_tensors, token_matrix
 from kvalign.curve import OperatingPoint, step_for_kl, step_for_ratio
-from kvalign.entropy.classes import LOWEST, Tables
+from kvalign.entropy.classes import Tables
 from kvalign.entropy.rans import BlockCoder
 from kvalign.errors import ConfigInvalid, PayloadInvalid
 from kvalign.geometry import KINDS, Kind, TokenSplit
 from kvalign.quantize import LARGEST_SYMBOL, STEP_LIMIT, dequantize, quantize
+from kvalign.recompute import FirstLayers, same_tokens
 from kvalign.token_steps import COARSEST_SHIFT, FINEST_SHIFT, shift_bytes, shifts_by_attention, step_sizes
-from kvalign.transform import Transform
-from kvalign.watch import RecentQueries
+from kvalign.transform import Transform, token_classes
+from kvalign.watch import Watched, watch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK_TOKENS = 128
+_ID_TYPES = {2: "<u2", 4: "<u4"}
+_FETCH_AGAIN = "Fetch the payload again."
+
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Codec:
@@ -43,6 +53,7 @@ class Codec:
     recommended  the step that encode takes when nothing is asked for
     token_beta   how much finer the step of a token is that the last queries attend to; 0: one step for all
     codec_id     16 bytes; payloads name it, and no other codec reads them
+    model        the base model: runs its first layers on the token ids, where shape.recomputed is not 0
     """
 
     def __init__(
@@ -57,6 +68,7 @@ class Codec:
         token_beta: float = 0.0,
         curve: Sequence[OperatingPoint] = (),
         codec_id: bytes = bytes(container.CODEC_ID_BYTES),
+        model: Any = None,
     ) -> None:
         self.shape = shape
         self.transforms = tuple(transforms)
@@ -67,46 +79,68 @@ class Codec:
         self.token_beta = token_beta
         self.curve = tuple(sorted(curve, key=lambda point: point.step))
         self.codec_id = codec_id
+        self._model = model
 
     def encode(
         self,
         cache: Any,
         *,
+        input_ids: Tensor | None = None,
         max_kl: float | None = None,
         ratio: float | None = None,
         step: int | None = None,
         attention_mask: Tensor | None = None,
-        queries: RecentQueries | None = None,
+        watched: Watched | None = None,
     ) -> bytes:
         """The cache as bytes.
 
         cache           a transformers Cache whose layers hold [B, H, T, D]; float32, float16 or bfloat16
+        input_ids       [B, T] integers: the tokens that the cache was made from, from the start of the text; needed
+                        where the codec recomputes layers (shape.recomputed), and stored with the payload
         max_kl, ratio   take the step that the stored curve gives for this mean KL in nats, or coded-token ratio
         step            take this step (sixteenths of an octave); with none of the three, the recommended one
         attention_mask  [B, T], zeros for left padding; default: no padding
-        queries         the prefix's last queries (watch.watch_queries): tokens that they attend to get a finer step
+        watched         what Codec.watch kept while the model read: tokens that its last queries attend to get a finer
+                        step, and no layer is run again
 
-        Raises ConfigInvalid for a target outside the measured range, or padding that is not on the left;
-        SourceUnsupported for a cache that is not this model's.
+        Raises ConfigInvalid for a target outside the measured range, padding that is not on the left, or token ids
+        that are missing or not the cache's; SourceUnsupported for a cache that is not this model's.
         """
-        payload = self._payload(cache, self._step(max_kl, ratio, step), attention_mask, queries)
+        payload = self._payload(cache, self._step(max_kl, ratio, step), attention_mask, watched, input_ids)
         return container.pack(payload)
 
-    def decode(self, data: bytes, model: Any = None) -> DynamicCache:
-        """The cache, in the dtype it was encoded from, ready to go on generating; padding holds zeros.
+    def decode(self, data: bytes) -> DynamicCache:
+        """The cache on the model's device, in the dtype it was encoded from, ready to go on generating.
 
-        model   takes its device; default CPU
-        Raises PayloadInvalid when the bytes are damaged or come from another codec.
+        Padding holds zeros. Raises PayloadInvalid when the bytes are damaged or come from another codec.
         """
         payload = self._parsed(data)
+        dtype = DTYPES[payload.dtype_code]
+        device = getattr(self._model, "device", "cpu")
+        whole: list[tuple[Tensor, Tensor]] = []
+        for layer in self.shape.geometry.layers:
+            keys, values = (
+                torch.zeros(len(payload.rows), layer.kv_heads, payload.tokens, layer.head_dim(kind), dtype=dtype)
+                for kind in KINDS
+            )
+            whole.append((keys, values))
+        for index, row in enumerate(payload.rows):
+            self._decode_row(payload, row, [(keys[index], values[index]) for keys, values in whole])
         cache = DynamicCache()
-        rows = [self._decode_row(payload, row) for row in payload.rows]
-        device = getattr(model, "device", "cpu")
-        for layer in range(len(self.shape.geometry.layers)):
-            keys = torch.stack([row["keys"][layer] for row in rows])
-            values = torch.stack([row["values"][layer] for row in rows])
-            cache.update(keys.to(device), values.to(device), layer)
+        for index, (keys, values) in enumerate(whole):
+            cache.update(keys.to(device), values.to(device), index)
         return cache
+
+    @contextmanager
+    def watch(self) -> Iterator[Watched]:
+        """While the block runs, keep of the model's reading what encode asks for: give it what this yields.
+
+        Raises ConfigInvalid when the codec was given no model.
+        """
+        if self._model is None:
+            raise ConfigInvalid("This codec was given no model to watch.", "Pass the model to Artifact.codec.")
+        with watch(self._model, self.shape.recomputed - 1) as watched:
+            yield watched
 
     def cache(self, model: Any) -> DynamicCache:
         """An empty cache for this model."""
@@ -123,8 +157,10 @@ class Codec:
         body = sum(split.body for split in splits)
         return PayloadSizes(
             coded=sum(len(block.data) for row in payload.rows for block in row.blocks),
-            verbatim=sum(len(row.verbatim) for row in payload.rows),
-            side_info=payload.table_bytes + sum(len(block.shifts) for row in payload.rows for block in row.blocks),
+            verbatim=sum(len(row.verbatim) for row in payload.rows) + payload.id_bytes * (held - body),
+            side_info=payload.table_bytes
+            + payload.id_bytes * body
+            + sum(len(block.shifts) for row in payload.rows for block in row.blocks),
             body_tokens=body,
             verbatim_tokens=held - body,
         )
@@ -145,20 +181,37 @@ class Codec:
     # ---- encoding
 
     def _payload(
-        self, cache: Any, step: int, attention_mask: Tensor | None, queries: RecentQueries | None
+        self,
+        cache: Any,
+        step: int,
+        attention_mask: Tensor | None,
+        watched: Watched | None,
+        input_ids: Tensor | None,
     ) -> container.Payload:
         tensors = layer_tensors(cache)
         self._check_cache(tensors)
         first = tensors[0][0]
         verbatim_dtype = verbatim.verbatim_dtype(tensors)
+        ids = self._checked_ids(input_ids, first.shape[0], first.shape[2])
+        id_bytes = 0 if ids is None else _id_bytes(ids)
         rows = [
-            self._encode_row(cache, row, padding, step, verbatim_dtype, queries)
+            self._encode_row(
+                cache,
+                row,
+                padding,
+                step,
+                verbatim_dtype,
+                watched,
+                None if ids is None else ids[row, padding:],
+                id_bytes,
+            )
             for row, padding in enumerate(_left_padding(attention_mask, first.shape[0], first.shape[2]))
         ]
         return container.Payload(
             codec_id=self.codec_id,
             dtype_code=DTYPES.index(first.dtype),
             verbatim_dtype_code=DTYPES.index(verbatim_dtype),
+            id_bytes=id_bytes,
             step=step,
             block_tokens=BLOCK_TOKENS,
             tokens=first.shape[2],
@@ -174,54 +227,128 @@ class Codec:
         padding: int,
         step: int,
         verbatim_dtype: torch.dtype,
-        queries: RecentQueries | None,
+        watched: Watched | None,
+        ids: Tensor | None,
+        id_bytes: int,
     ) -> container.Row:
+        """One row; ids [T] without padding, where layers are recomputed."""
         tensors = layer_tensors(cache)
         tokens = tensors[0][0].shape[2]
         split = TokenSplit.of(tokens - padding, self.sink_tokens, self.recent_tokens)
         body = slice(padding + split.sink, padding + split.sink + split.body)
         kept = [*range(padding, body.start), *range(body.stop, tokens)]
-        shifts = self._shifts(tensors, row, body, padding, queries)
-        symbols, classes = self._symbols(cache, row, body, padding, step, shifts)
-        blocks = []
-        for start in range(0, split.body, BLOCK_TOKENS):
-            part = slice(start, min(start + BLOCK_TOKENS, split.body))
-            block = container.Block(self._coder.encode(symbols[part], classes[part]), shifts=shift_bytes(shifts[part]))
-            raw_size = 2 * self.shape.geometry.values_per_token * (part.stop - part.start)
-            if len(block.stored) >= raw_size or np.abs(symbols[part]).max(initial=0) >= LARGEST_SYMBOL:
+        features = self._features_of(tensors, row, padding, ids, watched)[split.sink : split.sink + split.body]
+        shifts = self._shifts(tensors, row, body, padding, watched)
+        coefficients, classes = self._coefficients(cache, row, body, padding, step, shifts, features)
+        sizes = step_sizes(step, shifts)
+        stored = tensors[self.shape.recomputed :]
+        raw_token = 2 * self.shape.stored.values_per_token
+
+        def block(part: slice) -> container.Block:
+            symbols = quantize(coefficients[part], sizes[part], classes[part])
+            coded = container.Block(self._coder.encode(symbols, classes[part]), shifts=shift_bytes(shifts[part]))
+            raw_size = raw_token * (part.stop - part.start)
+            if len(coded.stored) >= raw_size or np.abs(symbols).max(initial=0) >= LARGEST_SYMBOL:
                 inside = list(range(body.start + part.start, body.start + part.stop))
-                block = container.Block(verbatim.to_bytes(tensors, row, inside, verbatim_dtype), raw=True)
-            blocks.append(block)
-        return container.Row(padding, 0, verbatim.to_bytes(tensors, row, kept, verbatim_dtype), tuple(blocks))
+                return container.Block(verbatim.to_bytes(stored, row, inside, verbatim_dtype), raw=True)
+            return coded
+
+        blocks = _in_threads(block, _spans(split.body, BLOCK_TOKENS))
+        kept_bytes = verbatim.to_bytes(stored, row, kept, verbatim_dtype)
+        return container.Row(padding, 0, _ids_to_bytes(ids, id_bytes), kept_bytes, tuple(blocks))
+
+    def _features_of(
+        self,
+        tensors: list[tuple[Tensor, Tensor]],
+        row: int,
+        padding: int,
+        ids: Tensor | None,
+        watched: Watched | None,
+    ) -> Tensor:
+        """Features of a row's tokens, [T, F], once its cache is seen to come from these token ids."""
+        tokens = tensors[0][0].shape[2]
+        if ids is None:
+            return torch.zeros(tokens - padding, 0)
+        known = watched.features(row, padding, tokens) if watched is not None else None
+        # With features at hand, the first layer alone tells whether the ids are the cache's.
+        again = (self._first_layers if known is None else self._first_layer).run(ids)
+        cached = [(keys[row : row + 1, :, padding:], values[row : row + 1, :, padding:]) for keys, values in tensors]
+        if not same_tokens(again.layers, cached):
+            raise ConfigInvalid(
+                "The cache was not made from these input_ids: its first layers hold other keys and values.",
+                "Give the id of each cached token, from the start of the text, to a codec of the model that read them.",
+            )
+        return again.features if known is None else known
+
+    def _checked_ids(self, input_ids: Tensor | None, rows: int, tokens: int) -> Tensor | None:
+        """[B, T] int64 on the CPU, where layers are recomputed; raises ConfigInvalid."""
+        if not self.shape.recomputed:
+            return None
+        if input_ids is None:
+            raise ConfigInvalid(
+                f"This codec stores token ids in place of the first {self.shape.recomputed} layers; none were given.",
+                "Pass input_ids, the tokens that the cache was made from.",
+            )
+        ids = torch.as_tensor(input_ids)
+        if tuple(ids.shape) != (rows, tokens) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+            raise ConfigInvalid(
+                f"input_ids is {tuple(ids.shape)}, {ids.dtype}; the cache holds {(rows, tokens)}.",
+                "Give one integer for each cached token, left padding included.",
+            )
+        vocabulary = self._first_layers.vocabulary
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ConfigInvalid(
+                f"input_ids hold {int(ids.min())} to {int(ids.max())}; the model knows 0 to {vocabulary - 1}.",
+                "Give token ids of the model's own tokenizer.",
+            )
+        return ids.long().cpu()
 
     def _shifts(
-        self, tensors: list[tuple[Tensor, Tensor]], row: int, body: slice, padding: int, queries: RecentQueries | None
+        self, tensors: list[tuple[Tensor, Tensor]], row: int, body: slice, padding: int, watched: Watched | None
     ) -> NDArray[np.int8]:
         """Shift of each body token's step, [T] int8; zeros when the queries were not watched."""
         received = [
             found
-            for layer, (keys, _) in enumerate(tensors)
-            if queries and (found := queries.attention(layer, keys, row, padding)) is not None
+            for layer in self.shape.judging_layers
+            if watched and (found := watched.attention(layer, tensors[layer][0], row, padding)) is not None
         ]
         if not received or not self.token_beta or body.stop == body.start:
             return np.zeros(body.stop - body.start, dtype=np.int8)
         return shifts_by_attention([part[body] for part in received], self.token_beta)
 
-    def _symbols(
-        self, cache: Any, row: int, body: slice, padding: int, step: int, shifts: NDArray[np.int8]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
-        """Symbols of the body tokens over all groups side by side, and their classes: [T, r] each."""
+    def _coefficients(
+        self,
+        cache: Any,
+        row: int,
+        body: slice,
+        padding: int,
+        step: int,
+        shifts: NDArray[np.int8],
+        features: Tensor,
+    ) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
+        """Coefficients of the body tokens over all groups side by side, and their classes: [T, r] each."""
         positions = torch.arange(body.start, body.stop) - padding
-        sizes = step_sizes(step, shifts)
-        matrices = {kind: token_matrix(cache, kind, self.shape, row, body, positions).cpu() for kind in KINDS}
-        symbols, classes = [], []
-        for transform in self.transforms:
-            coded = transform.token_classes(step, shifts)
-            x = matrices[transform.group.kind][:, transform.group.start : transform.group.stop]
-            y = (x - transform.mean) @ transform.analysis[:, : coded.shape[1]]
-            symbols.append(np.where(coded >= LOWEST, quantize(y, sizes).numpy(), 0))
-            classes.append(coded)
-        return np.concatenate(symbols, axis=1), np.concatenate(classes, axis=1)
+        transforms = self._transforms_for(layer_tensors(cache)[0][0].dtype)
+        classes, coded = token_classes(transforms, step, shifts)
+        coefficients = torch.empty(classes.shape, dtype=torch.float32)
+        start = 0
+        for transform, count in zip(transforms, coded, strict=True):
+            group = transform.group
+            layers = (group.first_layer, group.end_layer)
+            x = token_matrix(cache, group.kind, self.shape, row, body, positions, layers).cpu()
+            coefficients[:, start : start + count] = transform.coefficients(x, features, count)
+            start += count
+        return coefficients.numpy(), classes
+
+    def _transforms_for(self, dtype: torch.dtype) -> tuple[Transform, ...]:
+        """The transforms with products in the cache's dtype where hardware is quick at it, else in float32."""
+        if dtype != torch.bfloat16:
+            return self.transforms
+        return self._bfloat16_transforms
+
+    @cached_property
+    def _bfloat16_transforms(self) -> tuple[Transform, ...]:
+        return tuple(transform.to(torch.bfloat16) for transform in self.transforms)
 
     def _check_cache(self, tensors: list[tuple[Tensor, Tensor]]) -> None:
         wanted = [(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in self.shape.geometry.layers]
@@ -242,99 +369,141 @@ class Codec:
             )
         if tensors[0][0].dtype not in DTYPES:
             raise ConfigInvalid(f"The cache is {tensors[0][0].dtype}.", "float32, float16 and bfloat16 are coded.")
-        if any(not torch.isfinite(x).all() for pair in tensors for x in pair):
+        if any(not x.sum(dtype=torch.float32).isfinite() for pair in tensors for x in pair):
             raise ConfigInvalid("The cache holds values that are not finite.", "Check what the model was given.")
 
     # ---- decoding
 
     def _parsed(self, data: bytes) -> container.Payload:
-        payload = container.unpack(data, values_per_token=self.shape.geometry.values_per_token)
+        payload = container.unpack(data, values_per_token=self.shape.stored.values_per_token)
         if payload.codec_id != self.codec_id:
             raise PayloadInvalid(
                 f"The payload was made by codec {payload.codec_id.hex()}; this is {self.codec_id.hex()}.",
                 "Load the artifact revision that the payload was made with.",
             )
         if abs(payload.step) > STEP_LIMIT:
-            raise PayloadInvalid("The payload's step is out of bounds.", "Fetch the payload again.")
+            raise PayloadInvalid("The payload's step is out of bounds.", _FETCH_AGAIN)
         if payload.dtype_code >= len(DTYPES) or not 1 <= payload.verbatim_dtype_code < len(DTYPES):
             raise PayloadInvalid("The payload names an unknown dtype.", "Update kvalign.")
+        if (payload.id_bytes > 0) != (self.shape.recomputed > 0):
+            raise PayloadInvalid(
+                "The payload holds token ids where its codec stores every layer, or none where not.", _FETCH_AGAIN
+            )
         return payload
 
-    def _decode_row(self, payload: container.Payload, row: container.Row) -> dict[Kind, list[Tensor]]:
-        """Keys and values of each layer, [H, T, D] in the cache's dtype."""
+    def _decode_row(self, payload: container.Payload, row: container.Row, whole: list[tuple[Tensor, Tensor]]) -> None:
+        """Write one row into `whole`: keys and values of each layer, [H, T, D] zeros in the cache's dtype."""
         held = payload.tokens - row.padding
         split = TokenSplit.of(held, payload.sink_tokens, payload.recent_tokens)
-        dtype = DTYPES[payload.dtype_code]
         verbatim_dtype = DTYPES[payload.verbatim_dtype_code]
-        kept = verbatim.from_bytes(row.verbatim, self.shape.geometry, split.verbatim, verbatim_dtype)
-        body = self._decode_body(payload, row, split, verbatim_dtype)
-        result: dict[Kind, list[Tensor]] = {}
-        for kind in KINDS:
-            result[kind] = []
-            for whole, coded in zip(kept[kind], body[kind], strict=True):
-                padding = torch.zeros(coded.shape[0], row.padding, coded.shape[2])
-                parts = [padding, whole[:, : split.sink], coded, whole[:, split.sink :]]
-                # What rounding carries past the largest number of the dtype must not become infinite.
-                limit = torch.finfo(dtype).max
-                result[kind].append(torch.cat(parts, dim=1).clamp_(-limit, limit).to(dtype))
-        return result
+        kept = verbatim.from_bytes(row.verbatim, self.shape.stored, split.verbatim, verbatim_dtype)
+        first = self._first_layers.run(self._ids(payload, row))
+        features = first.features if self.shape.recomputed else torch.zeros(held, 0)
+        body = self._decode_body(payload, row, split, verbatim_dtype, features[split.sink : split.sink + split.body])
+        start, sink = row.padding, split.sink
+        for part, kind in enumerate(KINDS):
+            for again, target in zip(first.layers, whole, strict=False):
+                target[part][:, start:] = again[part][0]
+            for layer, target in enumerate(whole[self.shape.recomputed :]):
+                plain, coded = kept[kind][layer], body[kind][layer]
+                if target[part].dtype == torch.float16:
+                    # What rounding carries past the largest number of the dtype must not become infinite.
+                    limit = torch.finfo(torch.float16).max
+                    coded = coded.clamp(-limit, limit)
+                target[part][:, start : start + sink] = plain[:, :sink]
+                target[part][:, start + sink : start + sink + split.body] = coded
+                target[part][:, start + sink + split.body :] = plain[:, sink:]
 
     def _decode_body(
-        self, payload: container.Payload, row: container.Row, split: TokenSplit, verbatim_dtype: torch.dtype
+        self,
+        payload: container.Payload,
+        row: container.Row,
+        split: TokenSplit,
+        verbatim_dtype: torch.dtype,
+        features: Tensor,
     ) -> dict[Kind, list[Tensor]]:
-        """Body tokens as float32 keys (rotated) and values of each layer, [H, T, D]."""
-        spans = [
-            slice(start, min(start + payload.block_tokens, split.body))
-            for start in range(0, split.body, payload.block_tokens)
-        ]
+        """Body tokens as float32 keys (rotated) and values of each stored layer, [H, T, D]."""
+        spans = _spans(split.body, payload.block_tokens)
         shifts = np.zeros(split.body, dtype=np.int8)
         for span, block in zip(spans, row.blocks, strict=True):
             if block.shifts:
                 shifts[span] = np.frombuffer(block.shifts, dtype=np.int8)
         if shifts.size and not FINEST_SHIFT <= shifts.min() <= shifts.max() <= COARSEST_SHIFT:
-            raise PayloadInvalid("A token's step in the payload is shifted out of bounds.", "Fetch the payload again.")
-        parts = [transform.token_classes(payload.step, shifts) for transform in self.transforms]
-        classes = np.concatenate(parts, axis=1)
-        symbols = np.zeros(classes.shape, dtype=np.int32)
-        for span, block in zip(spans, row.blocks, strict=True):
-            if not block.raw:
-                symbols[span] = self._coder.decode(block.data, np.ascontiguousarray(classes[span]))
-        widths = [part.shape[1] for part in parts]
+            raise PayloadInvalid("A token's step in the payload is shifted out of bounds.", _FETCH_AGAIN)
+        dtype = DTYPES[payload.dtype_code]
+        transforms = self._transforms_for(dtype)
+        classes, counts = token_classes(transforms, payload.step, shifts)
         sizes = step_sizes(payload.step, shifts)
-        coded = self._synthesise(symbols, widths, sizes, row.position + split.sink, DTYPES[payload.dtype_code])
+        coefficients = np.zeros(classes.shape, dtype=np.float32)
+
+        def decode(numbered: tuple[slice, container.Block]) -> None:
+            span, block = numbered
+            if not block.raw:
+                coefficients[span] = dequantize(self._coder.decode(block.data, classes[span]), sizes[span])
+
+        _in_threads(decode, list(zip(spans, row.blocks, strict=True)))
+        positions = torch.arange(split.body) + row.position + split.sink
+        coded: dict[Kind, list[Tensor]] = {kind: [] for kind in KINDS}
+        column = 0
+        for transform, count in zip(transforms, counts, strict=True):
+            y = torch.from_numpy(coefficients[:, column : column + count])
+            column += count
+            group = transform.group
+            x = transform.tokens(y, features)
+            coded[group.kind] += head_tensors(x, group.kind, self.shape, group.first_layer, positions, dtype)
         for span, block in zip(spans, row.blocks, strict=True):
             if block.raw:
-                plain = verbatim.from_bytes(block.data, self.shape.geometry, span.stop - span.start, verbatim_dtype)
+                plain = verbatim.from_bytes(block.data, self.shape.stored, span.stop - span.start, verbatim_dtype)
                 for kind in KINDS:
                     for target, source in zip(coded[kind], plain[kind], strict=True):
                         target[:, span] = source
         return coded
 
-    def _synthesise(
-        self, symbols: NDArray[np.int32], widths: list[int], sizes: Tensor, first_position: int, dtype: torch.dtype
-    ) -> dict[Kind, list[Tensor]]:
-        """symbols [T, r], of which each transform takes its width of columns; sizes [T, 1]."""
-        positions = torch.arange(symbols.shape[0]) + first_position
-        result: dict[Kind, list[Tensor]] = {kind: [] for kind in KINDS}
-        column = 0
-        for transform, coded in zip(self.transforms, widths, strict=True):
-            y = dequantize(torch.from_numpy(symbols[:, column : column + coded]), sizes)
-            column += coded
-            x = torch.addmm(transform.mean, y, transform.synthesis[:coded])
-            start = 0
-            for index in range(transform.group.first_layer, transform.group.end_layer):
-                layer = self.shape.geometry.layers[index]
-                width = layer.width(transform.group.kind)
-                heads = x[:, start : start + width].unflatten(1, (layer.kv_heads, -1)).transpose(0, 1)
-                start += width
-                if transform.group.kind == "keys":
-                    heads = self.shape.ropes[index].redo(heads, positions, dtype)
-                result[transform.group.kind].append(heads.contiguous())
-        return result
+    def _ids(self, payload: container.Payload, row: container.Row) -> Tensor:
+        """Token ids of a row, [T] int64 without padding; raises PayloadInvalid for ids the model does not know."""
+        if not payload.id_bytes:
+            return torch.zeros(0, dtype=torch.int64)
+        ids = torch.from_numpy(np.frombuffer(row.ids, dtype=_ID_TYPES[payload.id_bytes]).astype(np.int64))
+        if row.position or (ids.numel() and int(ids.max()) >= self._first_layers.vocabulary):
+            raise PayloadInvalid("A row of the payload names tokens that the model does not know.", _FETCH_AGAIN)
+        return ids
+
+    @cached_property
+    def _first_layers(self) -> FirstLayers:
+        if self.shape.recomputed and self._model is None:
+            raise ConfigInvalid(
+                f"This codec recomputes the first {self.shape.recomputed} layers of its model, and was given no model.",
+                "Load it with kvalign.load, or pass the model to Artifact.codec.",
+            )
+        return FirstLayers(self._model, self.shape.recomputed)
+
+    @cached_property
+    def _first_layer(self) -> FirstLayers:
+        return FirstLayers(self._model, 1)
 
     @cached_property
     def _coder(self) -> BlockCoder:
         return BlockCoder(self.tables)
+
+
+def _spans(tokens: int, block_tokens: int) -> list[slice]:
+    return [slice(start, min(start + block_tokens, tokens)) for start in range(0, tokens, block_tokens)]
+
+
+def _in_threads(work: Callable[[T], R], items: list[T]) -> list[R]:
+    """work of each item, on as many threads as torch uses; compiled code lets go of the interpreter."""
+    if len(items) < 2 or torch.get_num_threads() < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        return list(threads.map(work, items))
+
+
+def _id_bytes(ids: Tensor) -> int:
+    return 2 if int(ids.max()) < 1 << 16 else 4
+
+
+def _ids_to_bytes(ids: Tensor | None, id_bytes: int) -> bytes:
+    return b"" if ids is None else ids.numpy().astype(_ID_TYPES[id_bytes]).tobytes()
 
 
 def _left_padding(attention_mask: Tensor | None, rows: int, tokens: int) -> list[int]:

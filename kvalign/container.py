@@ -1,6 +1,6 @@
 """The byte format of an encoded cache (docs/format.md is normative). Parses hostile input safely; no tensor maths.
 
-header | row table | block table | checksum of all before | verbatim of each row | blocks
+header | row table | block table | checksum of all before | token ids and verbatim tokens of each row | blocks
 """
 
 import struct
@@ -13,8 +13,9 @@ from kvalign.errors import PayloadInvalid
 MAGIC = b"KVAL"
 VERSION = 1
 CODEC_ID_BYTES = 16
+ID_BYTES = (0, 2, 4)
 
-_HEADER = struct.Struct("<4sHBBhHIIII16s")
+_HEADER = struct.Struct("<4sHBBBBhHIIII16s")
 _ROW = struct.Struct("<IIQI")
 _BLOCK = struct.Struct("<II")
 _CHECKSUM = struct.Struct("<I")
@@ -33,14 +34,21 @@ class Row:
 
     padding   left-padded positions that hold nothing
     position  rotary position of the first token that is not padding
+    ids       token ids of all tokens that are not padding, id_bytes each; empty when no layer is recomputed
     verbatim  sink and recent tokens, 16 bits a number
     blocks    body tokens in blocks that decode alone
     """
 
     padding: int
     position: int
+    ids: bytes
     verbatim: bytes
     blocks: tuple["Block", ...]
+
+    @property
+    def plain(self) -> bytes:
+        """What is stored as it is."""
+        return self.ids + self.verbatim
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ class Payload:
 
     dtype_code           of the cache: see codec.DTYPES
     verbatim_dtype_code  of verbatim tokens and raw blocks
+    id_bytes             of one token id: 2 or 4, or 0 when no layer is recomputed
     step                 sixteenths of an octave
     block_tokens         body tokens a block; the last of a row may hold fewer
     tokens               T, padding included; the same for every row
@@ -74,6 +83,7 @@ class Payload:
     codec_id: bytes
     dtype_code: int
     verbatim_dtype_code: int
+    id_bytes: int
     step: int
     block_tokens: int
     tokens: int
@@ -96,6 +106,8 @@ def pack(payload: Payload) -> bytes:
         VERSION,
         payload.dtype_code,
         payload.verbatim_dtype_code,
+        payload.id_bytes,
+        0,
         payload.step,
         payload.block_tokens,
         payload.tokens,
@@ -105,23 +117,24 @@ def pack(payload: Payload) -> bytes:
         payload.codec_id,
     )
     rows = b"".join(
-        _ROW.pack(row.padding, len(row.blocks), row.position, zlib.crc32(row.verbatim)) for row in payload.rows
+        _ROW.pack(row.padding, len(row.blocks), row.position, zlib.crc32(row.plain)) for row in payload.rows
     )
     lengths = b"".join(_BLOCK.pack(len(block.stored) | _flags(block), zlib.crc32(block.stored)) for block in blocks)
     table = head + rows + lengths
-    verbatim = b"".join(row.verbatim for row in payload.rows)
+    plain = b"".join(row.plain for row in payload.rows)
     data = b"".join(block.stored for block in blocks)
-    return table + _CHECKSUM.pack(zlib.crc32(table)) + verbatim + data
+    return table + _CHECKSUM.pack(zlib.crc32(table)) + plain + data
 
 
 def unpack(data: bytes, *, values_per_token: int) -> Payload:
     """Parse and check every byte; no length is trusted before it is checked. Raises PayloadInvalid.
 
-    values_per_token  numbers a token leaves in the cache: verbatim tokens take two bytes each
+    values_per_token  numbers a token leaves in the stored layers: verbatim tokens take two bytes each
     """
     reader = _Reader(data)
     fields = _HEADER.unpack(reader.take(_HEADER.size))
-    magic, version, dtype, verbatim_dtype, step, block_tokens, tokens, sink, recent, row_count, codec_id = fields
+    magic, version, dtype, verbatim_dtype, id_bytes, zero, step = fields[:7]
+    block_tokens, tokens, sink, recent, row_count, codec_id = fields[7:]
     if magic != MAGIC:
         raise PayloadInvalid("These bytes are not an encoded KV cache.", "Give bytes made by Codec.encode.")
     if version != VERSION:
@@ -129,7 +142,8 @@ def unpack(data: bytes, *, values_per_token: int) -> Payload:
             f"The payload has format version {version}; this kvalign reads version {VERSION}.",
             "Update kvalign.",
         )
-    if not (1 <= row_count <= _MAX_ROWS and 1 <= tokens <= _MAX_TOKENS and block_tokens >= 1):
+    bounded = 1 <= row_count <= _MAX_ROWS and 1 <= tokens <= _MAX_TOKENS and block_tokens >= 1
+    if not (bounded and id_bytes in ID_BYTES and zero == 0):
         raise PayloadInvalid("The payload's header is out of bounds.", _FETCH_AGAIN)
     row_fields = list(_ROW.iter_unpack(reader.take(row_count * _ROW.size)))
     block_count = sum(blocks for _, blocks, _, _ in row_fields)
@@ -139,21 +153,23 @@ def unpack(data: bytes, *, values_per_token: int) -> Payload:
     if checksum != zlib.crc32(table):
         raise PayloadInvalid("The payload's header does not match its checksum.", _FETCH_AGAIN)
     shape = _TokenShape(tokens, sink, recent, block_tokens)
-    verbatim = [
-        reader.checked(2 * values_per_token * shape.verbatim(padding, blocks), crc)
-        for padding, blocks, _, crc in row_fields
-    ]
+    plain = []
+    for padding, blocks, _, crc in row_fields:
+        verbatim_bytes = 2 * values_per_token * shape.verbatim(padding, blocks)
+        ids_end = id_bytes * (tokens - padding)
+        data_of_row = reader.checked(ids_end + verbatim_bytes, crc)
+        plain.append((data_of_row[:ids_end], data_of_row[ids_end:]))
     rows = []
     entries = iter(block_fields)
-    for (padding, blocks, position, _), kept in zip(row_fields, verbatim, strict=True):
+    for (padding, blocks, position, _), (ids, kept) in zip(row_fields, plain, strict=True):
         if position > _MAX_POSITION:
             raise PayloadInvalid("A row of the payload begins at a position out of bounds.", _FETCH_AGAIN)
         held = shape.block_sizes(padding, blocks)
         own = islice(entries, blocks)
         coded = [_block(reader, size, block_crc, n) for (size, block_crc), n in zip(own, held, strict=True)]
-        rows.append(Row(padding, position, kept, tuple(coded)))
+        rows.append(Row(padding, position, ids, kept, tuple(coded)))
     reader.finish()
-    return Payload(codec_id, dtype, verbatim_dtype, step, block_tokens, tokens, sink, recent, tuple(rows))
+    return Payload(codec_id, dtype, verbatim_dtype, id_bytes, step, block_tokens, tokens, sink, recent, tuple(rows))
 
 
 @dataclass(frozen=True)

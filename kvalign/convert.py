@@ -1,6 +1,6 @@
 """convert(source_dir, out_dir, config): a model folder in, a codec folder with its report out. No queue, no Hub.
 
-    calibrate   stream keys, values and gradients of calibration text into sums
+    calibrate   stream keys, values, what predicts them, and gradients of calibration text into sums
     align       weighted principal basis over all layers and heads, and how alike the heads are
     fit         component scales and symbol tables, on calibration text kept aside
     validate    search the step on held-out text, cut the codec to what it needs, measure it by protocol R
@@ -12,7 +12,7 @@ finished one, and calibration after its last checkpoint.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -27,12 +27,12 @@ from kvalign.artifact import Artifact, BaseModel, StoredGroup, load_artifact
 from kvalign.capture import CacheShape, capture, load_model, load_tokenizer, measure_shape
 from kvalign.codec import Codec
 from kvalign.config import ConversionConfig
-from kvalign.entropy.classes import SIXTEENTHS
-from kvalign.errors import DatasetInvalid, QualityGate
+from kvalign.errors import ConfigInvalid, DatasetInvalid, QualityGate
 from kvalign.evaluate.protocol import PreparedWindow, prepare
 from kvalign.evaluate.search import Measurement, Target, measure, search_step
 from kvalign.evaluate.validation import Validation
 from kvalign.geometry import Kind
+from kvalign.recompute import default_count, works
 from kvalign.report import card
 from kvalign.report.build import build_report
 from kvalign.source import check_source
@@ -47,6 +47,7 @@ from kvalign.text import (
     read_documents,
     token_sequences,
 )
+from kvalign.token_steps import FINEST_SHIFT, SIXTEENTHS_A_SHIFT
 from kvalign.weight_index import write_weight_index
 from kvalign.windows import WINDOW_TOKENS, check_room, prefix_tokens
 
@@ -61,8 +62,8 @@ _ROUGH_WINDOWS = 4
 _START_RATIO = 20.0
 # Measured on SmolLM2 (docs/log.md): 0.25 to 0.4 give the same ratio at equal KL, larger loses again.
 TOKEN_BETA = 0.3
-# The stored basis serves steps down to one octave below the recommended one, and the curve is measured around it.
-_FINER = SIXTEENTHS
+# The stored basis holds what the finest token needs at the recommended step; the curve is measured around that.
+_FINER = -SIXTEENTHS_A_SHIFT * FINEST_SHIFT
 _CURVE_OFFSETS = (-12, -6, 6, 12)
 _STEP_RANGE_RATIOS = (2.0, 128.0)
 
@@ -99,8 +100,8 @@ def convert(
 
     Raises kvalign.errors: SourceError for a model that cannot be converted, DatasetInvalid, ConfigInvalid for a
     target that cannot be reached, and QualityGate after writing report.json and README.md to out_dir.
-    Cost: a forward pass over the calibration text, a backward pass over a quarter of it, an eigendecomposition for
-    each feature group, and about eight passes over the validation text.
+    Cost: a forward pass over the calibration text, a backward pass over a quarter of each sequence, an
+    eigendecomposition for each feature group, and about eight passes over the validation text.
     """
     check_source(source_dir)
     work_dir.mkdir(parents=True, exist_ok=True)
@@ -164,6 +165,8 @@ class _Conversion:
             "base": base.to_json(),
             "calibration": self._config.calibration.model_dump(mode="json"),
             "calibration_text": fingerprint(self._calibration_documents),
+            "sink_tokens": self._config.codec.sink_tokens,
+            "recomputed_layers": self._config.codec.recomputed_layers,
         }
 
     def run(self, stages: Stages, base: BaseModel) -> tuple[Artifact, dict[str, Any]]:
@@ -192,14 +195,18 @@ class _Conversion:
             self._shape,
             self._basis_sequences,
             seed=self._config.calibration.seed,
+            sink_tokens=self._config.codec.sink_tokens,
+            token_beta=TOKEN_BETA,
+            metric=self._config.calibration.metric,
             checkpoint=folder / _STATISTICS_NAME,
-            on_progress=lambda done, total: stages.tell("calibrate", done, total, "passes"),
+            on_progress=lambda done, total: stages.tell("calibrate", done, total, "sequences"),
         )
         statistics.save(folder / _STATISTICS_NAME)
 
     def _load_statistics(self, folder: Path) -> Statistics:
         geometry = self._shape.geometry
-        return Statistics.load(folder / _STATISTICS_NAME, feature_groups(geometry), geometry)
+        groups = feature_groups(geometry, first=self._shape.recomputed)
+        return Statistics.load(folder / _STATISTICS_NAME, groups, geometry)
 
     def _fit(self, aligned: Aligned, base: BaseModel, folder: Path) -> None:
         """A codec of full rank; validate cuts it down to what the step it finds needs."""
@@ -209,7 +216,7 @@ class _Conversion:
         transforms, orders = fit.full_transforms(aligned.bases, kept_aside, sink_tokens)
         start = fit.expected_step(transforms, self._shape.geometry, self._config.codec.ratio or _START_RATIO)
         groups = [
-            StoredGroup.of(basis, transform.scales, order)
+            StoredGroup.of(basis, transform.scales, order, fit.feature_deviation(kept_aside))
             for basis, transform, order in zip(aligned.bases, transforms, orders, strict=True)
         ]
         Artifact(
@@ -231,9 +238,9 @@ class _Conversion:
             prepared.append(window)
             stages.tell("validate", len(prepared), len(self._windows), "windows prepared")
         spread = prepared[:: max(1, len(prepared) // _ROUGH_WINDOWS)]
-        rough = self._search(fitted.codec(), spread, fitted.recommended_step, stages, tolerance=0.25)[0].step
+        rough = self._search(fitted.codec(self._model), spread, fitted.recommended_step, stages, tolerance=0.25)[0].step
         stored = fitted.cut(rough - _FINER)
-        codec = stored.codec()
+        codec = stored.codec(self._model)
         measured = self._search(codec, prepared, rough, stages, tolerance=0.06)
         steps = {found.step for found in measured}
         for offset in _CURVE_OFFSETS:
@@ -302,7 +309,19 @@ class _Conversion:
 
     @cached_property
     def _shape(self) -> CacheShape:
-        return measure_shape(self._model)
+        shape = measure_shape(self._model)
+        wanted = self._config.codec.recomputed_layers
+        if wanted is None:
+            return replace(shape, recomputed=default_count(self._model, shape))
+        layers = len(shape.geometry.layers)
+        if wanted >= layers or (wanted and not works(self._model, wanted)):
+            raise ConfigInvalid(
+                f"codec.recomputed_layers is {wanted}; this model has {layers} layers, and at least one must be stored."
+                if wanted >= layers
+                else f"The first {wanted} layers of this model cannot be run by themselves.",
+                "Lower codec.recomputed_layers; 0 stores every layer.",
+            )
+        return replace(shape, recomputed=wanted)
 
     @cached_property
     def _calibration_documents(self) -> list[Document]:
@@ -371,7 +390,7 @@ class _Conversion:
                 "sequences": len(self._sequences),
                 "sequence_length": self._sequences[0].numel(),
                 "tokens": sum(sequence.numel() for sequence in self._sequences),
-                "gradient_tokens": sum(piece.numel() for piece in calibrate.gradient_sequences(self._basis_sequences)),
+                "metric": calibration.metric,
                 "seed": calibration.seed,
             },
             "tools": {name: metadata.version(name) for name in ("kvalign", "torch", "transformers", "numba", "numpy")},

@@ -27,19 +27,16 @@ def full_transforms(
     """
     transforms, orders = [], []
     for basis in bases:
-        analysis, synthesis = basis.analysis(), basis.synthesis()
-        total = torch.zeros(analysis.shape[1])
+        transform = Transform.of(basis, np.zeros(0, dtype=np.int16))
+        total = torch.zeros(transform.analysis.shape[1])
         count = 0
         for captured in kept_aside:
-            coefficients = (_columns(captured, basis)[sink_tokens:] - basis.mean) @ analysis
+            coefficients = _coefficients(captured, transform, sink_tokens)
             total += coefficients.abs().sum(0)
             count += coefficients.shape[0]
         magnitude = total / count
         order = magnitude.argsort(descending=True, stable=True)
-        scales = scale_number(magnitude[order].numpy())
-        transforms.append(
-            Transform(basis.group, basis.mean, analysis[:, order].contiguous(), synthesis[order].contiguous(), scales)
-        )
+        transforms.append(transform.ordered(order, scale_number(magnitude[order].numpy())))
         orders.append(order)
     return transforms, orders
 
@@ -65,21 +62,27 @@ def fit_tables(transforms: list[Transform], kept_aside: list[Captured], sink_tok
     counts: NDArray[np.int64] | None = None
     for transform in transforms:
         for captured in kept_aside:
-            features = captured.features(transform.group.kind)[
-                sink_tokens:, transform.group.start : transform.group.stop
-            ]
-            coefficients = (features - transform.mean) @ transform.analysis
+            coefficients = _coefficients(captured, transform, sink_tokens)
             for offset in _COUNTED_OFFSETS:
                 classes = transform.classes(step + offset)
-                size = torch.tensor([[step_size(step + offset)]])
-                symbols = quantize(coefficients[:, : classes.size], size).numpy()
-                counts = count_symbols(symbols, np.broadcast_to(classes, symbols.shape), counts)
+                coded = np.ascontiguousarray(coefficients[:, : classes.size].numpy())
+                every = np.tile(classes, (coded.shape[0], 1))
+                sizes = np.full((coded.shape[0], 1), step_size(step + offset), dtype=np.float32)
+                counts = count_symbols(quantize(coded, sizes, every), every, counts)
     assert counts is not None
     return fitted_tables(counts)
 
 
-def _columns(captured: Captured, basis: Basis) -> Tensor:
-    return captured.features(basis.group.kind)[:, basis.group.start : basis.group.stop]
+def feature_deviation(kept_aside: list[Captured]) -> Tensor:
+    """Standard deviation of each feature, [F] float32."""
+    return torch.cat([captured.features for captured in kept_aside]).std(0)
+
+
+def _coefficients(captured: Captured, transform: Transform, sink_tokens: int) -> Tensor:
+    """All coefficients of the tokens after the sinks, [T, R]."""
+    group = transform.group
+    x = captured.of(group.kind)[sink_tokens:, group.start : group.stop]
+    return transform.coefficients(x, captured.features[sink_tokens:], transform.analysis.shape[1])
 
 
 def _bits(scales: NDArray[np.int16], step: int, entropies: NDArray[np.float64]) -> float:

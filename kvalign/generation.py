@@ -12,7 +12,6 @@ from kvalign.accounting import PayloadSizes
 from kvalign.capture import cache_argument, run
 from kvalign.codec import Codec
 from kvalign.errors import ConfigInvalid
-from kvalign.watch import watch_queries
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,11 @@ def continue_prompt(
     if tokens.shape[1] < 2:
         raise ConfigInvalid("The prompt has fewer than two tokens.", "Give a longer prompt.")
     # generate wants at least one token that the cache does not hold yet.
-    with watch_queries(model) as queries:
+    with codec.watch() as watched:
         _, cache = run(model, tokens[:, :-1], logits_to_keep=1)
-    data = codec.encode(cache, queries=queries, **target)
+    data = codec.encode(cache, input_ids=tokens[:, :-1], watched=watched, **target)
     sizes = codec.sizes(data)
-    text = _generate(model, tokenizer, tokens, codec.decode(data, model), max_new_tokens)
+    text = _generate(model, tokenizer, tokens, codec.decode(data), max_new_tokens)
     plain = _generate(model, tokenizer, tokens, cache, max_new_tokens) if side_by_side else None
     geometry = codec.shape.geometry
     return Continuation(

@@ -51,7 +51,7 @@ def load(
     model = load_model(model_folder, dtype)
     # A generation config may ask for a static or quantized cache, which contradicts the one handed to generate.
     model.generation_config.cache_implementation = None
-    return model, load_tokenizer(model_folder), artifact.codec()
+    return model, load_tokenizer(model_folder), artifact.codec(model)
 
 
 def fetch(

@@ -1,9 +1,10 @@
 """Steps and symbols. A step is a number of sixteenths of an octave, so that tables and artifacts hold integers."""
 
-import torch
-from torch import Tensor
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
 
-from kvalign.entropy.classes import SIXTEENTHS
+from kvalign.entropy.classes import LOWEST, SIXTEENTHS
 
 LARGEST_SYMBOL = 1 << 26
 STEP_LIMIT = 1600  # 2^-100 to 2^100: wider than any coefficient, and well inside float32
@@ -14,16 +15,34 @@ def step_size(step: int) -> float:
     return float(2.0 ** (step / SIXTEENTHS))
 
 
-def quantize(coefficients: Tensor, sizes: Tensor) -> Tensor:
-    """Nearest multiples. coefficients [T, R] float32, sizes [T, 1] float32; returns [T, R] int32.
+def quantize(
+    coefficients: NDArray[np.float32], sizes: NDArray[np.float32], classes: NDArray[np.int16]
+) -> NDArray[np.int32]:
+    """Nearest multiples, [T, R]; 0 where the class is below LOWEST, which is not coded.
+
+    coefficients  [T, R]
+    sizes         [T, 1]: each token's step
+    classes       [T, R]
 
     Magnitudes from LARGEST_SYMBOL on become LARGEST_SYMBOL.
-
     Plain rounding: shrinking towards centroids lowers squared error and raises KL (docs/algorithm.md).
     """
-    return (coefficients / sizes).round_().clamp_(-LARGEST_SYMBOL, LARGEST_SYMBOL).to(torch.int32)
+    symbols = np.empty(coefficients.shape, dtype=np.int32)
+    _quantize(coefficients, 1 / sizes[:, 0], classes, symbols)
+    return symbols
 
 
-def dequantize(symbols: Tensor, sizes: Tensor) -> Tensor:
-    """symbols [T, R] int32, sizes [T, 1] float32; returns [T, R] float32."""
-    return symbols.float() * sizes
+def dequantize(symbols: NDArray[np.int32], sizes: NDArray[np.float32]) -> NDArray[np.float32]:
+    """symbols [T, R], sizes [T, 1]; returns [T, R]."""
+    return symbols * sizes
+
+
+@njit(cache=True, nogil=True)
+def _quantize(coefficients, densities, classes, symbols):  # type: ignore[no-untyped-def]
+    for t in range(coefficients.shape[0]):
+        for r in range(coefficients.shape[1]):
+            if classes[t, r] < LOWEST:
+                symbols[t, r] = 0
+            else:
+                nearest = np.rint(coefficients[t, r] * densities[t])
+                symbols[t, r] = np.int32(min(max(nearest, -LARGEST_SYMBOL), LARGEST_SYMBOL))

@@ -48,11 +48,11 @@ class Rope:
         return self._mix(keys.float(), cos / norm, -sin / norm)
 
     def redo(self, keys: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """Inverse of undo; float32."""
+        """Inverse of undo, in the dtype of `keys`."""
         if self.pairing == "none":
-            return keys.float()
+            return keys
         cos, sin = self._cos_sin(positions, dtype)
-        return self._mix(keys.float(), cos, sin)
+        return self._mix(keys, cos, sin)
 
     def undo_gradient(self, gradient: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Gradient towards the unrotated key, from the one towards the cached key: the transpose of redo."""
@@ -68,14 +68,21 @@ class Rope:
         return cos.to(dtype).float(), sin.to(dtype).float()
 
     def _mix(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rotated, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
+        """Each pair turned, in the dtype of x."""
+        mixed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        n = self.rotary_dim
+        mixed[..., n:] = x[..., n:]
+        (a, b), (a_out, b_out) = self._pairs(x[..., :n]), self._pairs(mixed[..., :n])
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        torch.mul(a, cos, out=a_out).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=b_out).addcmul_(a, sin)
+        return mixed
+
+    def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the two halves of every pair."""
         if self.pairing == "half":
-            a, b = rotated.chunk(2, dim=-1)
-            mixed = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        else:
-            a, b = rotated[..., 0::2], rotated[..., 1::2]
-            mixed = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        return torch.cat([mixed, rest], dim=-1) if rest.shape[-1] else mixed
+            return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+        return x[..., 0::2], x[..., 1::2]
 
 
 NO_ROPE = Rope("none", torch.zeros(0))

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvalign.geometry import KINDS, Geometry, Kind
 
 _DENSE_WIDTH = 8192
+_FEATURES = "features"
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class FeatureGroup:
         return self.stop - self.start
 
 
-def feature_groups(geometry: Geometry, layer_group_size: int | None = None) -> list[FeatureGroup]:
-    """Keys then values, cut into runs of layers.
+def feature_groups(geometry: Geometry, layer_group_size: int | None = None, *, first: int = 0) -> list[FeatureGroup]:
+    """Keys then values, the layers from `first` on cut into runs.
 
     layer_group_size None takes as many layers as keep a group within 8192 features: its scatter is then at most
     256 MiB in float32 and its eigendecomposition about a minute on two cores.
@@ -43,17 +44,17 @@ def feature_groups(geometry: Geometry, layer_group_size: int | None = None) -> l
     groups = []
     for kind in KINDS:
         offsets = geometry.offsets(kind)
-        first = 0
-        while first < len(geometry.layers):
-            end = first + 1
+        start = first
+        while start < len(geometry.layers):
+            end = start + 1
             while end < len(geometry.layers) and (
-                end - first < layer_group_size
+                end - start < layer_group_size
                 if layer_group_size
-                else offsets[end + 1] - offsets[first] <= _DENSE_WIDTH
+                else offsets[end + 1] - offsets[start] <= _DENSE_WIDTH
             ):
                 end += 1
-            groups.append(FeatureGroup(kind, first, end, offsets[first], offsets[end]))
-            first = end
+            groups.append(FeatureGroup(kind, start, end, offsets[start], offsets[end]))
+            start = end
     return groups
 
 
@@ -104,68 +105,90 @@ class Moments:
 class Statistics:
     """All sums of one calibration.
 
+    features     moments of what predicts the groups, [F]; F may be 0
     moments      one for each feature group, by name
-    sensitivity  per kind and layer, [H, D, D]: sum of g g^T, g the gradient of the loss towards one head's entry
+    cross        for each group, [F, P]: sum of (f - shift)(x - shift)^T, each about the shift of its moments
+    sensitivity  per kind and layer, [H, D, D]: weighted sum of g g^T, g the gradient of the loss towards one head's
+                 entry
     """
 
     groups: list[FeatureGroup]
     geometry: Geometry
+    features: Moments | None = None
     moments: dict[str, Moments] = field(default_factory=dict)
+    cross: dict[str, Tensor] = field(default_factory=dict)
     sensitivity: dict[str, Tensor] = field(default_factory=dict)
-    gradient_count: int = 0
-    gradient_sequences: int = 0
+    gradient_weight: float = 0.0
     sequences: int = 0
 
-    @property
-    def passes(self) -> int:
-        """Sequences summed so far, forward and backward."""
-        return self.sequences + self.gradient_sequences
-
-    def update(self, features: dict[Kind, Tensor]) -> None:
-        """Add one sequence; features [T, P] for each kind."""
+    def update(self, columns: dict[Kind, Tensor], features: Tensor) -> None:
+        """Add one sequence; columns [T, P] over all layers for each kind, features [T, F]. 2 T (P + F) P flops."""
+        if self.features is None:
+            self.features = Moments.about(features.mean(0))
+        self.features.update(features)
         for group in self.groups:
-            x = features[group.kind][:, group.start : group.stop]
+            x = columns[group.kind][:, group.start : group.stop]
             if group.name not in self.moments:
                 self.moments[group.name] = Moments.about(x.mean(0))
-            self.moments[group.name].update(x)
+                self.cross[group.name] = torch.zeros(features.shape[1], group.width)
+            moments = self.moments[group.name]
+            moments.update(x)
+            self.cross[group.name].addmm_((features - self.features.shift).T, x - moments.shift)
         self.sequences += 1
 
-    def update_sensitivity(self, gradients: dict[Kind, Tensor]) -> None:
-        """Add one sequence's gradients; [T, P] for each kind."""
+    def update_sensitivity(self, gradients: dict[Kind, Tensor], weights: Tensor) -> None:
+        """Add one sequence's gradients, [T, P] for each kind, each token with its weight, [T]."""
         for kind in KINDS:
             offsets = self.geometry.offsets(kind)
             for index, layer in enumerate(self.geometry.layers):
                 columns = gradients[kind][:, offsets[index] : offsets[index + 1]]
                 g = columns.unflatten(1, (layer.kv_heads, layer.head_dim(kind)))
-                outer = torch.einsum("thd,the->hde", g, g)
+                outer = torch.einsum("thd,the->hde", g * weights[:, None, None], g)
                 name = f"{kind}.{index}"
                 self.sensitivity[name] = self.sensitivity.get(name, 0) + outer
-        self.gradient_count += gradients["keys"].shape[0]
-        self.gradient_sequences += 1
+        self.gradient_weight += float(weights.sum())
+
+    def cross_covariance(self, group: FeatureGroup) -> Tensor:
+        """Of features and a group, [F, P]: about the means, divided by the count."""
+        assert self.features is not None
+        moments = self.moments[group.name]
+        return self.cross[group.name] / moments.count - torch.outer(
+            self.features.total / moments.count, moments.total / moments.count
+        )
 
     def merge(self, other: "Statistics") -> None:
-        """Add the sums of another part of the text, on the same geometry and groups."""
-        for name, moments in other.moments.items():
-            if name in self.moments:
-                self.moments[name].merge(moments)
-            else:
-                self.moments[name] = moments
+        """Add the sums of another part of the text, on the same geometry, groups and features."""
+        if other.features is None:
+            return
+        if self.features is None:
+            self.features = Moments.about(other.features.shift)
+        feature_move = other.features.shift - self.features.shift
+        for name, theirs in other.moments.items():
+            if name not in self.moments:
+                self.moments[name] = Moments.about(theirs.shift)
+                self.cross[name] = torch.zeros_like(other.cross[name])
+            move = theirs.shift - self.moments[name].shift
+            self.cross[name] += other.cross[name] + torch.outer(other.features.total, move)
+            self.cross[name] += torch.outer(feature_move, theirs.total + theirs.count * move)
+            self.moments[name].merge(theirs)
+        self.features.merge(other.features)
         for name, outer in other.sensitivity.items():
             self.sensitivity[name] = self.sensitivity.get(name, 0) + outer
-        self.gradient_count += other.gradient_count
-        self.gradient_sequences += other.gradient_sequences
+        self.gradient_weight += other.gradient_weight
         self.sequences += other.sequences
 
     def save(self, path: Path) -> None:
         """Write atomically; about 4 P^2 bytes a group."""
         tensors = {f"sensitivity.{name}": outer.contiguous() for name, outer in self.sensitivity.items()}
-        for name, moments in self.moments.items():
+        for name, moments in self._all_moments().items():
             tensors[f"moments.{name}.shift"] = moments.shift
             tensors[f"moments.{name}.total"] = moments.total
             tensors[f"moments.{name}.scatter"] = moments.scatter
             tensors[f"moments.{name}.count"] = torch.tensor(moments.count)
-        counts = [self.gradient_count, self.gradient_sequences, self.sequences]
-        tensors["counts"] = torch.tensor(counts)
+        for name, cross in self.cross.items():
+            tensors[f"cross.{name}"] = cross
+        tensors["gradient_weight"] = torch.tensor(self.gradient_weight, dtype=torch.float64)
+        tensors["sequences"] = torch.tensor(self.sequences)
         partial = path.with_suffix(".partial")
         save_file(tensors, partial)
         partial.replace(path)
@@ -173,14 +196,26 @@ class Statistics:
     @classmethod
     def load(cls, path: Path, groups: list[FeatureGroup], geometry: Geometry) -> "Statistics":
         tensors = load_file(path)
-        statistics = cls(groups, geometry)
+
+        def moments(name: str) -> Moments:
+            shift, total, scatter, count = (
+                tensors[f"moments.{name}.{key}"] for key in ("shift", "total", "scatter", "count")
+            )
+            return Moments(int(count), shift, total, scatter)
+
+        statistics = cls(groups, geometry, moments(_FEATURES))
         for group in groups:
-            part = {key: tensors[f"moments.{group.name}.{key}"] for key in ("shift", "total", "scatter", "count")}
-            statistics.moments[group.name] = Moments(int(part["count"]), part["shift"], part["total"], part["scatter"])
+            statistics.moments[group.name] = moments(group.name)
+            statistics.cross[group.name] = tensors[f"cross.{group.name}"]
         statistics.sensitivity = {
             name.removeprefix("sensitivity."): outer
             for name, outer in tensors.items()
             if name.startswith("sensitivity.")
         }
-        statistics.gradient_count, statistics.gradient_sequences, statistics.sequences = tensors["counts"].tolist()
+        statistics.gradient_weight = float(tensors["gradient_weight"])
+        statistics.sequences = int(tensors["sequences"])
         return statistics
+
+    def _all_moments(self) -> dict[str, Moments]:
+        assert self.features is not None
+        return {_FEATURES: self.features, **self.moments}

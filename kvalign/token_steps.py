@@ -27,9 +27,10 @@ def shifts_by_attention(received: Sequence[Tensor], beta: float) -> NDArray[np.i
     return shift.round().clamp(FINEST_SHIFT, COARSEST_SHIFT).to(torch.int8).numpy()
 
 
-def step_sizes(step: int, shifts: NDArray[np.int8]) -> Tensor:
-    """Size of each token's step, [T, 1] float32."""
-    return torch.tensor([[step_size(step + SIXTEENTHS_A_SHIFT * int(shift))] for shift in shifts]).view(-1, 1)
+def step_sizes(step: int, shifts: NDArray[np.int8]) -> NDArray[np.float32]:
+    """Size of each token's step, [T, 1]."""
+    known = {shift: step_size(step + SIXTEENTHS_A_SHIFT * int(shift)) for shift in np.unique(shifts)}
+    return np.array([known[shift] for shift in shifts], dtype=np.float32).reshape(-1, 1)
 
 
 def shift_bytes(shifts: NDArray[np.int8]) -> bytes:

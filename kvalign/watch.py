@@ -1,6 +1,7 @@
-"""Keep the last queries of every layer while a model reads, to judge later which tokens it attends to.
+"""Keep what an encoder will ask for while a model reads: every layer's last queries, and one attention's input.
 
-Knows transformers' attention interface; nothing of codecs. Models that do not use that interface leave nothing here.
+The queries show which tokens the model attends to; the input is what later layers are predicted from. Knows
+transformers' attention interface and modules; nothing of codecs. Models that do not use them leave nothing here.
 """
 
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -17,15 +18,26 @@ KEPT_QUERIES = 64
 _NAME = "kvalign_watched_sdpa"
 
 
-class RecentQueries:
-    """The last KEPT_QUERIES queries of each layer, rotated, as attention saw them."""
+class Watched:
+    """The last KEPT_QUERIES queries of each layer, rotated, as attention saw them.
+
+    inputs  [B, T, F] float32 for each pass: what entered the attention of the layer asked for
+    """
 
     def __init__(self) -> None:
+        self.inputs: list[Tensor] = []
         self._queries: dict[int, Tensor] = {}
         self._scaling: dict[int, float] = {}
 
     def __bool__(self) -> bool:
         return bool(self._queries)
+
+    def features(self, row: int, padding: int, tokens: int) -> Tensor | None:
+        """What entered the attention at a row's tokens, [T - padding, F]; None unless all `tokens` were seen."""
+        joined = joined_inputs(self.inputs, 0)
+        if joined.shape[1] != tokens or not joined.shape[2] or row >= joined.shape[0]:
+            return None
+        return joined[row, padding:]
 
     def record(self, layer: int, queries: Tensor, scaling: float | None) -> None:
         """queries [B, QH, T, D], of the newest T tokens."""
@@ -45,25 +57,35 @@ class RecentQueries:
         """
         if layer not in self._queries:
             return None
-        queries = self._queries[layer][row].float()
-        known = keys[row, :, padding:].float()
-        tokens = known.shape[1]
-        queries = queries[:, -tokens:]
-        scores = queries @ known.repeat_interleave(queries.shape[0] // known.shape[0], dim=0).mT * self._scaling[layer]
-        unseen = torch.ones(queries.shape[1], tokens, dtype=torch.bool).triu(tokens - queries.shape[1] + 1)
-        received = scores.masked_fill(unseen, float("-inf")).softmax(-1).square().mean(dim=(0, 1))
+        known = keys[row, :, padding:]
+        heads, tokens, _ = known.shape
+        queries = self._queries[layer][row][:, -tokens:] * self._scaling[layer]
+        count = queries.shape[1]
+        # Query heads that share a KV head stand behind one another: no key is copied.
+        scores = (queries.reshape(heads, -1, queries.shape[-1]) @ known.to(queries.dtype).mT).float()
+        newest = scores.view(-1, count, tokens)[:, :, tokens - count :]
+        newest.masked_fill_(torch.ones(count, count, dtype=torch.bool, device=scores.device).triu(1), float("-inf"))
+        received = scores.softmax(-1).square_().mean(dim=(0, 1)).cpu()
         return torch.cat([torch.zeros(padding), received])
 
 
 @contextmanager
-def watch_queries(model: Any) -> Iterator[RecentQueries]:
+def watch(model: Any, input_of: int = -1) -> Iterator[Watched]:
     """While the block runs, the model's attention leaves its last queries in what this yields.
 
-    Works with the attention implementation `sdpa`; another one is left alone, and nothing is recorded.
+    input_of   layer whose attention's input is kept too; -1: none
+
+    Queries come with the attention implementation `sdpa`; another one is left alone, and nothing is recorded.
     """
-    queries = RecentQueries()
+    watched = Watched()
+    with attention_input(model, input_of) as watched.inputs, _recorded_queries(model, watched):
+        yield watched
+
+
+@contextmanager
+def _recorded_queries(model: Any, queries: Watched) -> Iterator[None]:
     if model.config._attn_implementation != "sdpa":
-        yield queries
+        yield
         return
 
     def watched(
@@ -77,8 +99,47 @@ def watch_queries(model: Any) -> Iterator[RecentQueries]:
     AttentionMaskInterface.register(name, sdpa_mask)
     model.set_attn_implementation(name)
     try:
-        yield queries
+        yield
     finally:
         model.set_attn_implementation("sdpa")
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+@contextmanager
+def attention_input(model: Any, layer: int) -> Iterator[list[Tensor]]:
+    """While the block runs, what enters the attention of one layer, [B, T, F] float32 for each pass.
+
+    Nothing is recorded for layer -1, or when no module says that it is the layer's attention.
+    """
+    seen: list[Tensor] = []
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(hidden, Tensor) and hidden.dim() == 3:
+            seen.append(hidden.detach().float().cpu())
+
+    module = _attention(model, layer)
+    if module is None:
+        yield seen
+        return
+    handle = module.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def joined_inputs(seen: list[Tensor], tokens: int) -> Tensor:
+    """The passes of a batch behind one another, [B, T, F]; [1, T, 0] when nothing was recorded."""
+    return torch.cat(seen, dim=1) if seen else torch.zeros(1, tokens, 0)
+
+
+def _attention(model: Any, layer: int) -> nn.Module | None:
+    """The attention module of a layer: the first that names its index and holds projections of its own."""
+    if layer < 0:
+        return None
+    for module in model.modules():
+        if getattr(module, "layer_idx", None) == layer and "attention" in type(module).__name__.lower():
+            return module
+    return None

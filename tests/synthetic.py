@@ -99,18 +99,18 @@ def fitted(
     statistics = Statistics(feature_groups(shape.geometry, layer_group_size), shape.geometry)
     gradients = CacheSource(shape, seed=99)
     for seed in range(4):
-        statistics.update(source.features(256, 10_000 + seed))
-        statistics.update_sensitivity(gradients.features(64, 20_000 + seed))
+        statistics.update(source.features(256, 10_000 + seed), torch.zeros(256, 0))
+        statistics.update_sensitivity(gradients.features(64, 20_000 + seed), torch.ones(64))
     weights = head_weights(statistics)
     bases = [fit_basis(statistics, group, weights[group.name]) for group in statistics.groups]
     held_out = source.features(256, 30_000)
-    kept_aside = [Captured(held_out["keys"], held_out["values"])]
+    kept_aside = [Captured(held_out["keys"], held_out["values"], torch.zeros(256, 0))]
     transforms, orders = fit.full_transforms(bases, kept_aside, sink_tokens)
     return Artifact(
         base=BaseModel("org/model", "c" * 40, "llama", "0" * 64, {"model.safetensors": ("1" * 64, 1234)}),
         shape=shape,
         groups=tuple(
-            StoredGroup.of(basis, transform.scales, order)
+            StoredGroup.of(basis, transform.scales, order, torch.zeros(0))
             for basis, transform, order in zip(bases, transforms, orders, strict=True)
         ),
         tables=fit.fit_tables(transforms, kept_aside, sink_tokens, -10),
@@ -125,7 +125,7 @@ def fitted(
 def with_other_id(artifact: Artifact) -> Artifact:
     """The same codec but for one number: another id."""
     first, *others = artifact.groups
-    return replace(artifact, groups=(replace(first, mean=first.mean + 1), *others))
+    return replace(artifact, groups=(replace(first, intercept=first.intercept + 1), *others))
 
 
 def measured(step: int, kl: float, ratio: float, domain: str = "d") -> Measurement:

@@ -1,11 +1,12 @@
 """The weighted principal basis: one orthogonal transform over all layers and heads. Knows sums, not models.
 
-With W = F^(1/2) from the sensitivity F of each head, the coefficients of a token x are
+With W = F^(1/2) from the sensitivity F of each head, and B the regression of x on what the recomputed layers show of
+the same token (its features f), the coefficients of a token x are
 
-    y = U^T W (x - mean)          x ~ mean + W^-1 U y
+    y = U^T W (x - expected)          x ~ expected + W^-1 U y          expected = intercept + B^T f
 
-where U holds the leading eigenvectors of W S W, S the covariance. Squared error in y is then, to second order,
-what the error costs in KL (Staniszewski and Lancucki 2025, arXiv 2511.01815, for the transform without W).
+where U holds the leading eigenvectors of W S W, S the covariance of what B leaves. Squared error in y is then, to
+second order, what the error costs in KL (Staniszewski and Lancucki 2025, arXiv 2511.01815: the transform alone).
 """
 
 import json
@@ -21,6 +22,8 @@ from torch import Tensor
 from kvalign.geometry import Kind
 from kvalign.statistics import FeatureGroup, Statistics
 
+# Share of the features' mean variance added to each, so that directions hardly seen predict nothing.
+_FEATURE_RIDGE = 1e-3
 # Unregularised whitening blows up in directions the loss never felt.
 _RIDGE = 0.05
 
@@ -29,34 +32,59 @@ _RIDGE = 0.05
 class Basis:
     """The transform of one feature group.
 
-    mean        [P] float32
+    intercept   [P] float32: the expected token whose features are zero
+    predictor   [F, P] float32: B; F is 0 when no layer is recomputed
     weights     per layer of the group, [H, D, D] float32, symmetric positive definite: W of each head
     directions  [P, R] float32, orthonormal columns by falling variance: U
     variance    [R] float32, of each coefficient over the calibration text
     """
 
     group: FeatureGroup
-    mean: Tensor
+    intercept: Tensor
+    predictor: Tensor
     weights: tuple[Tensor, ...]
     directions: Tensor
     variance: Tensor
 
     def analysis(self) -> Tensor:
-        """[P, R]: coefficients are (x - mean) @ analysis."""
+        """[P, R]: coefficients are (x - expected) @ analysis."""
         return _each_head(self.weights, self.directions)
 
     def synthesis(self) -> Tensor:
-        """[R, P]: x is coefficients @ synthesis + mean."""
+        """[R, P]: x is coefficients @ synthesis + expected."""
         return _each_head(tuple(torch.linalg.inv(w) for w in self.weights), self.directions).T.contiguous()
 
 
 def fit_basis(statistics: Statistics, group: FeatureGroup, weights: tuple[Tensor, ...]) -> Basis:
     """All P directions of one group, widest first. O(P^3): about a minute at P = 5760 on two cores."""
     moments = statistics.moments[group.name]
-    weighted = _each_head(weights, _each_head(weights, moments.covariance()).T.contiguous())
+    predictor, explained = _regression(statistics, group)
+    left = moments.covariance() - explained
+    weighted = _each_head(weights, _each_head(weights, left).T.contiguous())
     variance, directions = torch.linalg.eigh((weighted + weighted.T) / 2)
     order = torch.arange(variance.numel() - 1, -1, -1)
-    return Basis(group, moments.mean(), weights, directions[:, order].contiguous(), variance[order].clamp_min(0))
+    assert statistics.features is not None
+    return Basis(
+        group,
+        moments.mean() - statistics.features.mean() @ predictor,
+        predictor,
+        weights,
+        directions[:, order].contiguous(),
+        variance[order].clamp_min(0),
+    )
+
+
+def _regression(statistics: Statistics, group: FeatureGroup) -> tuple[Tensor, Tensor]:
+    """Ridge regression of a group on the features: B [F, P], and the covariance that it takes away, [P, P]."""
+    assert statistics.features is not None
+    own = statistics.features.covariance().double()
+    cross = statistics.cross_covariance(group).double()
+    if not own.numel():
+        return cross.float(), torch.zeros(group.width, group.width)
+    ridge = _FEATURE_RIDGE * own.diagonal().mean() * torch.eye(own.shape[0], dtype=own.dtype)
+    predictor = torch.linalg.solve(own + ridge, cross)
+    # Cov(x - B^T f) = S - B^T C - C^T B + B^T V B, with V B = C - ridge B.
+    return predictor.float(), (predictor.T @ (cross + ridge @ predictor)).float()
 
 
 def head_weights(statistics: Statistics) -> dict[str, tuple[Tensor, ...]]:
@@ -65,13 +93,14 @@ def head_weights(statistics: Statistics) -> dict[str, tuple[Tensor, ...]]:
     W_h = m^(1/2) (F_h / m + 0.05 I)^(1/2) with one m for all keys and one for all values: one step then serves
     every layer and head, keys and values. Without gradients W is the identity over the kind's root mean variance.
     """
-    if not statistics.gradient_count:
+    if not statistics.gradient_weight:
         return _plain_weights(statistics)
     weights = {}
     for group in statistics.groups:
         mean = _mean_sensitivity(statistics, group.kind)
         weights[group.name] = tuple(
-            mean**0.5 * _matrix_root(statistics.sensitivity[f"{group.kind}.{layer}"] / statistics.gradient_count / mean)
+            mean**0.5
+            * _matrix_root(statistics.sensitivity[f"{group.kind}.{layer}"] / statistics.gradient_weight / mean)
             for layer in range(group.first_layer, group.end_layer)
         )
     return weights
@@ -79,9 +108,10 @@ def head_weights(statistics: Statistics) -> dict[str, tuple[Tensor, ...]]:
 
 def _mean_sensitivity(statistics: Statistics, kind: Kind) -> float:
     """m: mean square of the gradient towards one number of the cache."""
-    matrices = [outer for name, outer in statistics.sensitivity.items() if name.startswith(kind)]
+    coded = {layer for group in statistics.groups for layer in range(group.first_layer, group.end_layer)}
+    matrices = [statistics.sensitivity[f"{kind}.{layer}"] for layer in sorted(coded)]
     diagonals = torch.cat([outer.diagonal(dim1=1, dim2=2).flatten() for outer in matrices])
-    return float(diagonals.mean()) / statistics.gradient_count
+    return float(diagonals.mean()) / statistics.gradient_weight
 
 
 def _plain_weights(statistics: Statistics) -> dict[str, tuple[Tensor, ...]]:
@@ -122,7 +152,8 @@ def save_bases(bases: Sequence[Basis], path: Path) -> None:
     tensors: dict[str, Tensor] = {}
     for basis in bases:
         name = basis.group.name
-        tensors[f"{name}/mean"] = basis.mean
+        tensors[f"{name}/intercept"] = basis.intercept
+        tensors[f"{name}/predictor"] = basis.predictor
         tensors[f"{name}/directions"] = basis.directions
         tensors[f"{name}/variance"] = basis.variance
         tensors |= {f"{name}/weights/{index}": weight.contiguous() for index, weight in enumerate(basis.weights)}
@@ -135,7 +166,8 @@ def load_bases(path: Path) -> list[Basis]:
         return [
             Basis(
                 group,
-                file.get_tensor(f"{group.name}/mean"),
+                file.get_tensor(f"{group.name}/intercept"),
+                file.get_tensor(f"{group.name}/predictor"),
                 tuple(
                     file.get_tensor(f"{group.name}/weights/{index}")
                     for index in range(group.end_layer - group.first_layer)

@@ -18,6 +18,7 @@ _MASK = (1 << PRECISION_BITS) - 1
 _STATE_FLOOR = 1 << 16
 _RAW_CHUNK = 8
 _MAX_LOW_BITS = 20
+_MOST_OPERATIONS = 1 + 32 // _RAW_CHUNK + -(-_MAX_LOW_BITS // _RAW_CHUNK)
 
 CLASS_LIMIT = HIGHEST + 4 * _MAX_LOW_BITS
 
@@ -32,8 +33,7 @@ class BlockCoder:
 
     def encode(self, symbols: NDArray[np.int32], classes: NDArray[np.int16]) -> bytes:
         """symbols [T, R], classes [T, R]; symbols of classes below LOWEST must be zero. About 3 ns a symbol."""
-        count = _count_operations(symbols.ravel(), classes.ravel(), self._frequencies)
-        return _encode(symbols.ravel(), classes.ravel(), self._frequencies, self._cumulative, count).tobytes()
+        return _encode(symbols.ravel(), classes.ravel(), self._frequencies, self._cumulative).tobytes()
 
     def decode(self, payload: bytes, classes: NDArray[np.int16]) -> NDArray[np.int32]:
         """Symbols [T, R] for the classes [T, R] they were encoded under. Raises PayloadInvalid when damaged."""
@@ -50,37 +50,25 @@ class BlockCoder:
         return float(_ideal_bits(symbols.ravel(), classes.ravel(), self._frequencies))
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _low_bits(cls):  # type: ignore[no-untyped-def]
     """Raw bits of a symbol whose class passes HIGHEST: one for each octave, rounded up."""
     return 0 if cls <= HIGHEST else (cls - HIGHEST + 3) // 4
 
 
-@njit(cache=True)
-def _column(high, frequencies_of_class):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def _column(high, frequencies, row):  # type: ignore[no-untyped-def]
     """Where a symbol stands in its class's table: at its own column, or at the escape's when it has no frequency."""
-    if -LARGEST <= high <= LARGEST and frequencies_of_class[high + LARGEST] > 0:
+    if -LARGEST <= high <= LARGEST and frequencies[row, high + LARGEST] > 0:
         return high + LARGEST
     return ESCAPE
 
 
-@njit(cache=True)
-def _count_operations(symbols, classes, frequencies):  # type: ignore[no-untyped-def]
-    count = 0
-    for i in range(symbols.size):
-        if classes[i] >= LOWEST:
-            bits = _low_bits(classes[i])
-            count += 1 + (bits + _RAW_CHUNK - 1) // _RAW_CHUNK
-            row = classes[i] - 4 * bits - LOWEST
-            if _column(symbols[i] >> bits, frequencies[row]) == ESCAPE:
-                count += 4
-    return count
-
-
-@njit(cache=True)
-def _encode(symbols, classes, frequencies, cumulative, count):  # type: ignore[no-untyped-def]
-    freq = np.empty(count, np.uint32)
-    start = np.empty(count, np.uint32)
+@njit(cache=True, nogil=True)
+def _encode(symbols, classes, frequencies, cumulative):  # type: ignore[no-untyped-def]
+    # Room for the worst case; pages that nothing is written to cost nothing.
+    freq = np.empty(symbols.size * _MOST_OPERATIONS, np.uint16)
+    start = np.empty(symbols.size * _MOST_OPERATIONS, np.uint16)
     n = 0
     for i in range(symbols.size):
         cls = classes[i]
@@ -89,7 +77,7 @@ def _encode(symbols, classes, frequencies, cumulative, count):  # type: ignore[n
         bits = _low_bits(cls)
         row = cls - 4 * bits - LOWEST
         high = symbols[i] >> bits
-        column = _column(high, frequencies[row])
+        column = _column(high, frequencies, row)
         freq[n] = frequencies[row, column]
         start[n] = cumulative[row, column]
         n += 1
@@ -107,6 +95,10 @@ def _encode(symbols, classes, frequencies, cumulative, count):  # type: ignore[n
             n += 1
             low >>= take
             bits -= take
+    inverse = np.empty(_MASK + 2, np.float64)
+    inverse[0] = 0.0
+    for frequency in range(1, _MASK + 2):
+        inverse[frequency] = 1.0 / frequency
     state = np.full(_LANES, _STATE_FLOOR, np.uint64)
     words = np.empty(n + 2 * _LANES, np.uint16)
     at = words.size
@@ -118,7 +110,16 @@ def _encode(symbols, classes, frequencies, cumulative, count):  # type: ignore[n
             at -= 1
             words[at] = np.uint16(x & np.uint64(0xFFFF))
             x >>= np.uint64(16)
-        state[lane] = ((x // f) << np.uint64(PRECISION_BITS)) + x % f + np.uint64(start[i])
+        # A product by the inverse is far quicker than a division; below 2^32 it is off by one at most.
+        quotient = np.int64(np.float64(x) * inverse[freq[i]])
+        rest = np.int64(x) - quotient * np.int64(f)
+        if rest < 0:
+            quotient -= 1
+            rest += np.int64(f)
+        elif rest >= np.int64(f):
+            quotient += 1
+            rest -= np.int64(f)
+        state[lane] = np.uint64((quotient << PRECISION_BITS) + rest + np.int64(start[i]))
     for lane in range(_LANES - 1, -1, -1):
         at -= 1
         words[at] = np.uint16(state[lane] >> np.uint64(16))
@@ -127,7 +128,7 @@ def _encode(symbols, classes, frequencies, cumulative, count):  # type: ignore[n
     return words[at:].copy()
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _decode(words, classes, frequencies, cumulative, slots, symbols):  # type: ignore[no-untyped-def]
     state = np.empty(_LANES, np.uint64)
     at = 0
@@ -188,7 +189,7 @@ def _decode(words, classes, frequencies, cumulative, slots, symbols):  # type: i
     return np.all(state == np.uint64(_STATE_FLOOR))
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _ideal_bits(symbols, classes, frequencies):  # type: ignore[no-untyped-def]
     bits = 0.0
     for i in range(symbols.size):
@@ -198,7 +199,7 @@ def _ideal_bits(symbols, classes, frequencies):  # type: ignore[no-untyped-def]
         low = _low_bits(cls)
         high = symbols[i] >> low
         row = cls - 4 * low - LOWEST
-        column = _column(high, frequencies[row])
+        column = _column(high, frequencies, row)
         bits += low + PRECISION_BITS - np.log2(frequencies[row, column])
         if column == ESCAPE:
             bits += 32
@@ -215,7 +216,7 @@ def count_symbols(
     return counts
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _count_symbols(symbols, classes, counts):  # type: ignore[no-untyped-def]
     for i in range(symbols.size):
         cls = classes[i]

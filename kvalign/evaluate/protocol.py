@@ -16,7 +16,7 @@ from kvalign.accounting import PayloadSizes
 from kvalign.capture import layer_tensors, run
 from kvalign.evaluate.metrics import Divergence, divergence
 from kvalign.text import Window
-from kvalign.watch import RecentQueries, watch_queries
+from kvalign.watch import Watched, watch
 
 FLOOR_LIMIT = 1e-6
 
@@ -24,10 +24,10 @@ FLOOR_LIMIT = 1e-6
 class CacheCoder(Protocol):
     """What a codec or a baseline looks like to the protocol."""
 
-    def __call__(self, cache: DynamicCache, queries: RecentQueries) -> tuple[DynamicCache, PayloadSizes]:
-        """The cache after a round trip through stored bytes, and what they took.
+    def __call__(self, prepared: "PreparedWindow") -> tuple[DynamicCache, PayloadSizes]:
+        """The prefix's cache after a round trip through stored bytes, and what they took.
 
-        queries   the prefix's last queries, for coders that look at them
+        Of the window a coder may read the prefix and its last queries; the continuation is not its business.
         """
         ...
 
@@ -46,14 +46,14 @@ class PreparedWindow:
     """One window with what the uncompressed model makes of it: computed once, scored many times.
 
     cache      after the prefix, uncompressed
-    queries    the prefix's last ones
+    watched    what was kept of reading the prefix
     reference  [T, vocab] logits over the continuation
     floor_kl   KL of the uncompressed model against itself by the same route
     """
 
     window: Window
     cache: DynamicCache
-    queries: RecentQueries
+    watched: Watched
     reference: Tensor
     floor_kl: float
 
@@ -62,18 +62,18 @@ class PreparedWindow:
 def prepare(model: Any, windows: Sequence[Window]) -> Iterator[PreparedWindow]:
     """One prefix pass and two continuation passes a window."""
     for window in windows:
-        with watch_queries(model) as queries:
+        with watch(model) as watched:
             _, cache = run(model, window.prefix[None], logits_to_keep=1)
         reference = continuation_logits(model, cache, window)
         again = continuation_logits(model, _copied(cache), window)
         floor = divergence(reference, again, _targets(window)).kl.mean()
-        yield PreparedWindow(window, cache, queries, reference, float(floor))
+        yield PreparedWindow(window, cache, watched, reference, float(floor))
 
 
 @torch.no_grad()
 def try_coder(model: Any, prepared: PreparedWindow, coder: CacheCoder) -> Trial:
     """Score one coder on one window: one round trip and one continuation pass."""
-    decoded, sizes = coder(prepared.cache, prepared.queries)
+    decoded, sizes = coder(prepared)
     measured = continuation_logits(model, decoded, prepared.window)
     scored = divergence(prepared.reference, measured, _targets(prepared.window))
     return Trial(prepared.window.domain, scored, sizes)

@@ -16,7 +16,6 @@ from kvalign.errors import ConfigInvalid
 from kvalign.evaluate.metrics import Divergence, Summary, summarise
 from kvalign.evaluate.protocol import PreparedWindow, Trial, try_coder
 from kvalign.geometry import Geometry
-from kvalign.watch import RecentQueries
 
 _ROUNDS = 10
 # Slopes of the logarithms over one sixteenth of an octave of step, near where codecs work; secants replace them.
@@ -78,8 +77,8 @@ def measure(
 ) -> Measurement:
     """Protocol R at one step on every window."""
 
-    def coder(cache: DynamicCache, queries: RecentQueries) -> tuple[DynamicCache, PayloadSizes]:
-        data = codec.encode(cache, step=step, queries=queries)
+    def coder(prepared: PreparedWindow) -> tuple[DynamicCache, PayloadSizes]:
+        data = codec.encode(prepared.cache, input_ids=prepared.window.prefix[None], step=step, watched=prepared.watched)
         return codec.decode(data), codec.sizes(data)
 
     trials = []

@@ -68,8 +68,8 @@ def _usage(report: dict[str, Any]) -> str:
 ```python
 import kvalign
 model, tokenizer, codec = kvalign.load("{report["target"]["repo"]}")
-blob = codec.encode(cache)            # a finished prefix as bytes
-cache = codec.decode(blob, model)     # ready to go on generating
+blob = codec.encode(cache, input_ids=ids)   # a finished prefix and its tokens, as bytes
+cache = codec.decode(blob)                  # ready to go on generating
 ```
 """
 

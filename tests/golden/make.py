@@ -19,7 +19,7 @@ from kvalign.capture import CacheShape
 from kvalign.container import VERSION
 from kvalign.geometry import Geometry, LayerGeometry
 from kvalign.rope import NO_ROPE, Rope
-from kvalign.watch import RecentQueries
+from kvalign.watch import Watched
 
 SHAPE = CacheShape(
     Geometry((LayerGeometry(2, 4, 4), LayerGeometry(1, 4, 2), LayerGeometry(1, 6, 2))),
@@ -44,7 +44,7 @@ def main(again: bool) -> None:
     batch = source.cache(140, paddings=(0, 9))
     mask = torch.ones(2, 140)
     mask[1, :9] = 0
-    payloads["shifted"] = codec.encode(batch, step=0, attention_mask=mask, queries=_queries(batch))
+    payloads["shifted"] = codec.encode(batch, step=0, attention_mask=mask, watched=_watched(batch))
     # A step so fine that symbols escape and send low bits raw, and one number far from all others.
     outlier = source.cache(20, seed=5, dtype=torch.float16)
     outlier.layers[1].values[0, 0, 9, 1] = 9000.0
@@ -59,13 +59,13 @@ def main(again: bool) -> None:
     click.echo(f"{folder}: {sum(file.stat().st_size for file in folder.iterdir()):,} bytes")
 
 
-def _queries(cache: object) -> RecentQueries:
+def _watched(cache: object) -> Watched:
     generator = torch.Generator().manual_seed(0)
-    queries = RecentQueries()
+    watched = Watched()
     for index, layer in enumerate(cache.layers):  # type: ignore[attr-defined]
         batch, heads, _, dim = layer.keys.shape
-        queries.record(index, 3 * torch.randn(batch, heads, 32, dim, generator=generator), None)
-    return queries
+        watched.record(index, 3 * torch.randn(batch, heads, 32, dim, generator=generator), None)
+    return watched
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def fit_kvtc(
     """
     bases, errors = {}, {}
     for kind in KINDS:
-        rows = torch.cat([captured.features(kind)[sink_tokens:] for captured in kept_aside])
+        rows = torch.cat([captured.of(kind)[sink_tokens:] for captured in kept_aside])
         bases[kind] = _principal_basis(statistics, kind, rows)
         picked = rows[torch.linspace(0, len(rows) - 1, min(len(rows), _ERROR_TOKENS)).long()]
         y: NDArray[np.float32] = ((picked - bases[kind].mean) @ bases[kind].directions).numpy()
@@ -206,7 +206,7 @@ def _principal_basis(statistics: Statistics, kind: Kind, rows: Tensor) -> Princi
             layers = statistics.geometry.layers[group.first_layer : group.end_layer]
             plain = tuple(torch.eye(layer.head_dim(kind)).repeat(layer.kv_heads, 1, 1) for layer in layers)
             parts.append(fit_basis(statistics, group, plain))
-    mean = torch.cat([part.mean for part in parts])
+    mean = torch.cat([part.intercept for part in parts])
     directions = torch.block_diag(*(part.directions for part in parts)).half().float()
     order = ((rows - mean) @ directions).square().mean(0).argsort(descending=True, stable=True)
     return PrincipalBasis(mean, directions[:, order].contiguous())

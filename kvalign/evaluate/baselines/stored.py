@@ -17,7 +17,7 @@ from kvalign.accounting import PayloadSizes
 from kvalign.capture import CacheShape, layer_tensors
 from kvalign.codec import DTYPES
 from kvalign.errors import ConfigInvalid, PayloadInvalid
-from kvalign.watch import RecentQueries
+from kvalign.evaluate.protocol import PreparedWindow
 
 Layers = list[tuple[Tensor, Tensor]]
 
@@ -62,9 +62,9 @@ class Baseline:
         self._coder = coder
         self._sink_tokens = sink_tokens
 
-    def __call__(self, cache: Any, queries: RecentQueries) -> tuple[DynamicCache, PayloadSizes]:
-        """As evaluate.protocol.CacheCoder; no baseline looks at the queries."""
-        data = self.encode(cache)
+    def __call__(self, prepared: PreparedWindow) -> tuple[DynamicCache, PayloadSizes]:
+        """As evaluate.protocol.CacheCoder; no baseline looks at tokens or queries."""
+        data = self.encode(prepared.cache)
         return self.decode(data), self.sizes(data)
 
     def encode(self, cache: Any) -> bytes:

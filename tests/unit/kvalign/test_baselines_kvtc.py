@@ -19,7 +19,7 @@ from kvalign.evaluate.baselines.kvtc import decode_group, encode_group
 from kvalign.evaluate.baselines.kvtc_plan import BITS, SIZES, TYPES, Allocation, Errors, Group, shared_budget
 from kvalign.evaluate.baselines.stored import Reader
 from kvalign.statistics import Statistics, feature_groups
-from kvalign.watch import RecentQueries
+from kvalign.watch import Watched
 
 SMALL_SIZES = (1, 2, 4)
 
@@ -147,7 +147,7 @@ def test_a_large_budget_gives_the_cache_back(tiny_model: Callable[[str], Any], f
     shape, fit = fitted(model, smallest_ratio=1 / 3)
     for tokens in (3, 5, 41):
         cache = a_cache(model, tokens)
-        decoded, _ = Baseline(shape, fit.at(1 / 3))(cache, RecentQueries())
+        decoded, _ = Baseline(shape, fit.at(1 / 3))(cache, Watched())
         for original, restored in zip(layer_tensors(cache), layer_tensors(decoded), strict=True):
             for x, y in zip(original, restored, strict=True):
                 # float16 shifts and directions: eleven bits of the largest number.

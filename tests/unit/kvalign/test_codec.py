@@ -18,7 +18,7 @@ from kvalign.errors import ConfigInvalid, KvalignError, PayloadInvalid, SourceUn
 from kvalign.geometry import KINDS
 from kvalign.rope import Rope
 from kvalign.token_steps import COARSEST_SHIFT, FINEST_SHIFT
-from kvalign.watch import KEPT_QUERIES, RecentQueries
+from kvalign.watch import KEPT_QUERIES, Watched
 
 SINK, RECENT = 2, 3
 SIXTEEN_BIT = {torch.float32: torch.float16, torch.float16: torch.float16, torch.bfloat16: torch.bfloat16}
@@ -43,14 +43,14 @@ def parsed(data: bytes) -> container.Payload:
     return container.unpack(data, values_per_token=SHAPE.geometry.values_per_token)
 
 
-def queries_of(cache: Any, seed: int = 0, strength: float = 3.0) -> RecentQueries:
+def watched_of(cache: Any, seed: int = 0, strength: float = 3.0) -> Watched:
     """Queries that look along random directions, two query heads for each KV head."""
     generator = torch.Generator().manual_seed(seed)
-    queries = RecentQueries()
+    watched = Watched()
     for index, (keys, _) in enumerate(layers(cache)):
         batch, heads, _, dim = keys.shape
-        queries.record(index, strength * torch.randn(batch, 2 * heads, KEPT_QUERIES, dim, generator=generator), None)
-    return queries
+        watched.record(index, strength * torch.randn(batch, 2 * heads, KEPT_QUERIES, dim, generator=generator), None)
+    return watched
 
 
 # ---- the reference: complex rotations, dense float64 algebra, one token at a time
@@ -263,12 +263,12 @@ def test_other_masks_are_refused(source: CacheSource, codec: Codec, mask: list[A
 
 def test_tokens_that_are_looked_at_get_a_finer_step(source: CacheSource, codec: Codec) -> None:
     cache = source.cache(300)
-    queries = queries_of(cache)
+    watched = watched_of(cache)
     received = torch.stack(
-        [found for i, (keys, _) in enumerate(layers(cache)) if (found := queries.attention(i, keys, 0, 0)) is not None]
+        [found for i, (keys, _) in enumerate(layers(cache)) if (found := watched.attention(i, keys, 0, 0)) is not None]
     )
     level = received.mean(0)[SINK : 300 - RECENT].log2() / 2
-    data = codec.encode(cache, queries=queries)
+    data = codec.encode(cache, watched=watched)
     shifts = np.concatenate([np.frombuffer(block.shifts, np.int8) for block in parsed(data).rows[0].blocks])
     wanted = (-4 * 0.4 * (level - level.mean())).round().clamp(FINEST_SHIFT, COARSEST_SHIFT)
     assert shifts.tolist() == wanted.tolist()
@@ -288,7 +288,7 @@ def test_shifted_payloads_round_trip_and_add_up(
     source: CacheSource, codec: Codec, seed: int, strength: float, tokens: int
 ) -> None:
     cache = source.cache(tokens, seed=seed)
-    data = codec.encode(cache, queries=queries_of(cache, seed, strength))
+    data = codec.encode(cache, watched=watched_of(cache, seed, strength))
     assert codec.sizes(data).total == len(data)
     decoded = codec.decode(data)
     assert (flat(decoded) - flat(cache)).norm() < 0.5 * flat(cache).norm()
@@ -298,7 +298,7 @@ def test_shifted_tokens_are_what_the_reference_says_at_their_own_step(
     source: CacheSource, codec: Codec, artifact: Artifact
 ) -> None:
     cache = source.cache(200)
-    data = codec.encode(cache, queries=queries_of(cache))
+    data = codec.encode(cache, watched=watched_of(cache))
     shifts = np.concatenate([np.frombuffer(block.shifts, np.int8) for block in parsed(data).rows[0].blocks])
     decoded = flat(codec.decode(data))
     for index in (int(shifts.argmin()), int(shifts.argmax()), 150):
@@ -310,10 +310,10 @@ def test_shifted_tokens_are_what_the_reference_says_at_their_own_step(
 def test_a_block_decodes_alone(source: CacheSource, codec: Codec) -> None:
     """The first block's bytes are the same whatever follows it."""
     cache = source.cache(300)
-    queries = queries_of(cache)
-    long = parsed(codec.encode(cache, queries=queries)).rows[0].blocks
+    watched = watched_of(cache)
+    long = parsed(codec.encode(cache, watched=watched)).rows[0].blocks
     blank = [container.Block(block.data, block.raw, block.shifts) for block in long]
-    payload = parsed(codec.encode(cache, queries=queries))
+    payload = parsed(codec.encode(cache, watched=watched))
     first = container.Payload(
         **{
             **{name: getattr(payload, name) for name in payload.__dataclass_fields__},
@@ -337,7 +337,7 @@ def test_without_beta_queries_change_nothing(source: CacheSource, artifact: Arti
         recommended=-10,
     )
     cache = source.cache(100)
-    assert codec.encode(cache, queries=queries_of(cache)) == codec.encode(cache)
+    assert codec.encode(cache, watched=watched_of(cache)) == codec.encode(cache)
 
 
 def test_shifts_out_of_bounds_are_refused(source: CacheSource, codec: Codec) -> None:

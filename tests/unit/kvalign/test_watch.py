@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from kvalign.capture import layer_tensors, run
-from kvalign.watch import KEPT_QUERIES, RecentQueries, watch_queries
+from kvalign.watch import KEPT_QUERIES, Watched, watch
 
 Models = Callable[[str], Any]
 
@@ -31,12 +31,12 @@ def attention_of(family: str, tokens: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "phi"])
 def test_received_attention_is_the_models_own(tiny_model: Models, family: str, count: int) -> None:
     model, tokens = tiny_model(family), some_tokens(2, count)
-    with torch.no_grad(), watch_queries(model) as queries:
+    with torch.no_grad(), watch(model) as watched:
         _, cache = run(model, tokens)
     for layer, wanted in enumerate(attention_of(family, tokens)):
         keys = layer_tensors(cache)[layer][0]
         for row in (0, 1):
-            found = queries.attention(layer, keys, row, 0)
+            found = watched.attention(layer, keys, row, 0)
             assert found is not None
             last = wanted[row, :, -KEPT_QUERIES:]
             torch.testing.assert_close(found, last.square().mean(dim=(0, 1)), rtol=1e-3, atol=1e-6)
@@ -46,7 +46,7 @@ def test_logits_are_those_of_the_model_unwatched(tiny_model: Models) -> None:
     model, tokens = tiny_model("llama"), some_tokens(1, 30)
     with torch.no_grad():
         plain, _ = run(model, tokens)
-        with watch_queries(model):
+        with watch(model):
             watched, _ = run(model, tokens)
     assert torch.equal(plain, watched)
 
@@ -55,11 +55,11 @@ def test_queries_of_several_passes_join(tiny_model: Models) -> None:
     model, tokens = tiny_model("llama"), some_tokens(1, 100)
     found = []
     for cuts in ([100], [70, 30], [5, 90, 5], [99, 1]):
-        with torch.no_grad(), watch_queries(model) as queries:
+        with torch.no_grad(), watch(model) as watched:
             cache = None
             for part in tokens.split(cuts, dim=1):
                 _, cache = run(model, part, cache)
-        found.append(queries.attention(1, layer_tensors(cache)[1][0], 0, 0))
+        found.append(watched.attention(1, layer_tensors(cache)[1][0], 0, 0))
     for other in found[1:]:
         assert found[0] is not None
         assert other is not None
@@ -70,13 +70,13 @@ def test_padding_receives_nothing_and_changes_nothing(tiny_model: Models) -> Non
     model, tokens = tiny_model("llama"), some_tokens(1, 80)
     padded = torch.cat([torch.zeros(1, 9, dtype=torch.int64), tokens], dim=1)
     mask = torch.tensor([[0] * 9 + [1] * 80])
-    with torch.no_grad(), watch_queries(model) as queries:
+    with torch.no_grad(), watch(model) as watched:
         _, cache = run(model, tokens)
-    with torch.no_grad(), watch_queries(model) as padded_queries:
+    with torch.no_grad(), watch(model) as padded_watched:
         positions = (mask.cumsum(1) - 1).clamp_min(0)
         _, padded_cache = run(model, padded, attention_mask=mask, position_ids=positions)
-    wanted = queries.attention(0, layer_tensors(cache)[0][0], 0, 0)
-    found = padded_queries.attention(0, layer_tensors(padded_cache)[0][0], 0, 9)
+    wanted = watched.attention(0, layer_tensors(cache)[0][0], 0, 0)
+    found = padded_watched.attention(0, layer_tensors(padded_cache)[0][0], 0, 9)
     assert found is not None
     assert wanted is not None
     assert not found[:9].any()
@@ -88,7 +88,7 @@ def test_nothing_is_left_behind(tiny_model: Models) -> None:
     before = set(AttentionInterface._global_mapping)
 
     def fail() -> None:
-        with watch_queries(model):
+        with watch(model):
             raise RuntimeError("stopped inside")
 
     with pytest.raises(RuntimeError, match="stopped inside"):
@@ -100,16 +100,16 @@ def test_nothing_is_left_behind(tiny_model: Models) -> None:
 def test_other_implementations_are_left_alone() -> None:
     model = tiny_models.build("llama")
     model.set_attn_implementation("eager")
-    with torch.no_grad(), watch_queries(model) as queries:
+    with torch.no_grad(), watch(model) as watched:
         run(model, some_tokens(1, 5))
-    assert not queries
+    assert not watched
     assert model.config._attn_implementation == "eager"
 
 
 def test_layers_that_were_not_watched_are_told_apart() -> None:
-    queries = RecentQueries()
-    assert not queries
-    queries.record(1, torch.randn(1, 2, 5, 4), None)
-    assert queries
-    assert queries.attention(0, torch.randn(1, 1, 5, 4), 0, 0) is None
-    assert queries.attention(1, torch.randn(1, 1, 5, 4), 0, 0) is not None
+    watched = Watched()
+    assert not watched
+    watched.record(1, torch.randn(1, 2, 5, 4), None)
+    assert watched
+    assert watched.attention(0, torch.randn(1, 1, 5, 4), 0, 0) is None
+    assert watched.attention(1, torch.randn(1, 1, 5, 4), 0, 0) is not None

@@ -1,0 +1,111 @@
+"""What a model's first layers make of token ids: computed again when a cache is decoded, instead of being stored.
+
+The keys and values of the first n layers cost n - 1 layers of a prefill, and no byte beyond the token ids; the input
+of layer n - 1's attention, from which its keys and values come, also predicts part of every later layer's.
+Knows transformers' caches and attention modules; nothing of codecs.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvalign.capture import CacheShape, layer_tensors, run
+from kvalign.watch import attention_input, joined_inputs
+
+# Decoding must stay far cheaper than prefill: one layer in ten.
+_LAYERS_FOR_EACH = 10
+_PROBE_TOKENS = 16
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_SAME_TOKENS = 0.2
+
+
+class _EnoughError(Exception):
+    """Ends a forward pass once the last wanted layer has handed in its keys and values."""
+
+
+class _FirstLayersCache(DynamicCache):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self._wanted = layers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == self._wanted - 1:
+            raise _EnoughError
+        return found
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """One sequence's first layers.
+
+    layers    (keys as cached, values) of each, [1, H, T, D]
+    features  [T, F] float32: input of the last one's attention
+    """
+
+    layers: list[tuple[Tensor, Tensor]]
+    features: Tensor
+
+
+class FirstLayers:
+    """The first layers of a model, ready to run on token ids. `count` 0 computes nothing."""
+
+    def __init__(self, model: Any, count: int) -> None:
+        self._model = model
+        self.count = count
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids run from 0 to below this."""
+        return int(self._model.get_input_embeddings().weight.shape[0])
+
+    @torch.no_grad()
+    def run(self, tokens: Tensor) -> Recomputed:
+        """tokens [T] int64, from the start of the text. About (count - 1) / layers of a prefill."""
+        if not self.count:
+            return Recomputed([], torch.zeros(tokens.numel(), 0))
+        cache = _FirstLayersCache(self.count)
+        with attention_input(self._model, self.count - 1) as seen, suppress(_EnoughError):
+            run(self._model, tokens[None].to(self._model.device), cache, logits_to_keep=1)
+        return Recomputed(layer_tensors(cache)[: self.count], joined_inputs(seen, tokens.numel())[0])
+
+
+def default_count(model: Any, shape: CacheShape) -> int:
+    """How many layers to recompute: one in ten, at least one, never all; 0 where the model cannot do it."""
+    layers = len(shape.geometry.layers)
+    count = min(max(1, round(layers / _LAYERS_FOR_EACH)), layers - 1)
+    return count if count > 0 and works(model, count) else 0
+
+
+@torch.no_grad()
+def works(model: Any, count: int) -> bool:
+    """Whether the first layers, run alone, give what a whole pass gives."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = (torch.arange(_PROBE_TOKENS) * 7919 + 1).remainder(vocabulary)
+    whole = layer_tensors(run(model, tokens[None], logits_to_keep=1)[1])
+    again = FirstLayers(model, count).run(tokens)
+    return (
+        len(again.layers) == count
+        and again.features.shape[0] == _PROBE_TOKENS
+        and again.features.shape[1] > 0
+        and disagreement(again.layers, whole) <= _TOLERANCE[whole[0][0].dtype]
+    )
+
+
+def disagreement(found: list[tuple[Tensor, Tensor]], cached: list[tuple[Tensor, Tensor]]) -> float:
+    """Largest relative difference in norm over keys and values of the layers in `found`, [1, H, T, D] each."""
+    pairs = [pair for ours, theirs in zip(found, cached, strict=False) for pair in zip(ours, theirs, strict=True)]
+    return max(
+        (float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-12)) for a, b in pairs), default=0.0
+    )
+
+
+def same_tokens(found: list[tuple[Tensor, Tensor]], cached: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether a cache can come from the tokens recomputed: far looser than rounding, far tighter than chance."""
+    return disagreement(found, cached) <= _SAME_TOKENS
