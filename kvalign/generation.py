@@ -12,6 +12,7 @@ from kvalign.accounting import PayloadSizes
 from kvalign.capture import cache_argument, run
 from kvalign.codec import Codec
 from kvalign.errors import ConfigInvalid
+from kvalign.watch import watch
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def continue_prompt(
     if tokens.shape[1] < 2:
         raise ConfigInvalid("The prompt has fewer than two tokens.", "Give a longer prompt.")
     # generate wants at least one token that the cache does not hold yet.
-    with codec.watch() as watched:
+    with watch(model, codec.shape.recomputed - 1) as watched:
         _, cache = run(model, tokens[:, :-1], logits_to_keep=1)
     data = codec.encode(cache, input_ids=tokens[:, :-1], watched=watched, **target)
     sizes = codec.sizes(data)

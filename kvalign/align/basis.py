@@ -153,7 +153,7 @@ def save_bases(bases: Sequence[Basis], path: Path) -> None:
     for basis in bases:
         name = basis.group.name
         tensors[f"{name}/intercept"] = basis.intercept
-        tensors[f"{name}/predictor"] = basis.predictor
+        tensors[f"{name}/predictor"] = basis.predictor.contiguous()
         tensors[f"{name}/directions"] = basis.directions
         tensors[f"{name}/variance"] = basis.variance
         tensors |= {f"{name}/weights/{index}": weight.contiguous() for index, weight in enumerate(basis.weights)}
