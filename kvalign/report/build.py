@@ -127,6 +127,8 @@ def _codec(config: ConversionConfig, artifact: Artifact) -> dict[str, Any]:
         "recommended_step": artifact.recommended_step,
         "sink_tokens": artifact.sink_tokens,
         "recent_tokens": artifact.recent_tokens,
+        "recomputed_layers": artifact.shape.recomputed,
+        "layers": len(artifact.shape.geometry.layers),
         "ranks": {stored.group.name: int(stored.directions.shape[1]) for stored in artifact.groups},
         "features": {stored.group.name: stored.group.width for stored in artifact.groups},
     }

@@ -71,6 +71,8 @@ model, tokenizer, codec = kvalign.load("{report["target"]["repo"]}")
 blob = codec.encode(cache, input_ids=ids)   # a finished prefix and its tokens, as bytes
 cache = codec.decode(blob)                  # ready to go on generating
 ```
+
+`with codec.watch() as watched:` around the reading, and `watched=watched` to encode, make the bytes as good as below.
 """
 
 
@@ -84,10 +86,12 @@ def _quality(report: dict[str, Any]) -> str:
         for point in report["operating_points"]
     )
     codec = report["codec"]
+    recomputed = codec["recomputed_layers"]
+    what = f", the first {recomputed} of {codec['layers']} layers as token ids alone" if recomputed else ""
     return f"""## Quality
 
-Protocol R: {quality["prefix_tokens"]} tokens are read by the uncompressed model, their cache is stored as bytes and
-read back, and the next {quality["continuation_tokens"]} tokens are scored on what came back. The first
+Protocol R: {quality["prefix_tokens"]} tokens are read by the uncompressed model, their cache is stored as bytes{what}
+and read back, and the next {quality["continuation_tokens"]} tokens are scored on what came back. The first
 {codec["sink_tokens"]} and the last {codec["recent_tokens"]} tokens of the prefix stay in 16 bit. The uncompressed
 model against itself by the same route: KL {report["summary"]["floor_kl"]:.1g} nats.
 
