@@ -16,11 +16,13 @@ from kvalign.artifact import Artifact, BaseModel, StoredGroup
 from kvalign.capture import CacheShape, Captured
 from kvalign.curve import OperatingPoint
 from kvalign.evaluate.metrics import Divergence
-from kvalign.evaluate.protocol import Trial
+from kvalign.evaluate.protocol import PreparedWindow, Trial
 from kvalign.evaluate.search import Measurement
 from kvalign.geometry import KINDS, Geometry, Kind, LayerGeometry
 from kvalign.rope import NO_ROPE, Rope
 from kvalign.statistics import Statistics, feature_groups
+from kvalign.text import Window
+from kvalign.watch import Watched
 
 # Widths that differ between layers and between keys and values, and every kind of rotation.
 SHAPE = CacheShape(
@@ -126,6 +128,12 @@ def with_other_id(artifact: Artifact) -> Artifact:
     """The same codec but for one number: another id."""
     first, *others = artifact.groups
     return replace(artifact, groups=(replace(first, intercept=first.intercept + 1), *others))
+
+
+def window_of(cache: DynamicCache) -> PreparedWindow:
+    """A cache as a coder of the protocol gets it, for coders that look at nothing else."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return PreparedWindow(Window("noise", nothing, nothing), cache, Watched(), torch.zeros(0), 0.0)
 
 
 def measured(step: int, kl: float, ratio: float, domain: str = "d") -> Measurement:

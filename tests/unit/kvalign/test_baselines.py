@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic import window_of
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -18,7 +19,6 @@ from kvalign.evaluate.baselines import Baseline, Fp8, Kivi
 from kvalign.evaluate.baselines.packing import pack_bits, packed_bytes, unpack_bits
 from kvalign.geometry import Geometry, LayerGeometry
 from kvalign.rope import NO_ROPE
-from kvalign.watch import Watched
 
 # Two layers that differ in everything; 40 value channels leave a group of 8 behind one of 32.
 SHAPE = CacheShape(Geometry((LayerGeometry(2, 16, 40), LayerGeometry(3, 8, 32))), (NO_ROPE, NO_ROPE))
@@ -67,7 +67,7 @@ def test_a_baseline_decodes_from_its_bytes_alone_and_counts_all_of_them(name: st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_dtype_of_the_cache_comes_back(name: str, dtype: torch.dtype) -> None:
     cache = a_cache(50, dtype)
-    decoded, _ = CODERS[name]()(cache, Watched())
+    decoded, _ = CODERS[name]()(window_of(cache))
     for original, restored in zip(layer_tensors(cache), layer_tensors(decoded), strict=True):
         for x, y in zip(original, restored, strict=True):
             assert y.dtype == dtype
@@ -82,7 +82,7 @@ def test_whole_groups_reach_the_published_ratio_of_kivi(bits: int, ratio: float)
     cache = DynamicCache()
     for index in range(2):
         cache.update(torch.randn(1, 3, SINK + 768, 64), torch.randn(1, 3, SINK + 768, 64), index)
-    _, sizes = Baseline(shape, Kivi(shape, bits), SINK)(cache, Watched())
+    _, sizes = Baseline(shape, Kivi(shape, bits), SINK)(window_of(cache))
     assert accounting.coded_ratio(shape.geometry, sizes) == pytest.approx(ratio, rel=1e-3)
 
 
@@ -90,7 +90,7 @@ def test_whole_groups_reach_the_published_ratio_of_kivi(bits: int, ratio: float)
 @pytest.mark.parametrize("tokens", [3, 32, 69])
 def test_kivi_follows_its_formula(bits: int, tokens: int) -> None:
     cache = a_cache(SINK + tokens)
-    decoded, _ = Baseline(SHAPE, Kivi(SHAPE, bits), SINK)(cache, Watched())
+    decoded, _ = Baseline(SHAPE, Kivi(SHAPE, bits), SINK)(window_of(cache))
     for (keys, values), (coded_keys, coded_values) in zip(layer_tensors(cache), layer_tensors(decoded), strict=True):
         assert torch.equal(coded_keys[0, :, SINK:], keys_by_formula(keys[0, :, SINK:], bits))
         assert torch.equal(coded_values[0, :, SINK:], values_by_formula(values[0, :, SINK:], bits))
@@ -130,7 +130,7 @@ def test_numbers_that_are_all_alike_come_back(name: str) -> None:
     for index, layer in enumerate(SHAPE.geometry.layers):
         keys = torch.full((1, layer.kv_heads, 40, layer.key_dim), -1.5)
         cache.update(keys, torch.zeros(1, layer.kv_heads, 40, layer.value_dim), index)
-    decoded, _ = CODERS[name]()(cache, Watched())
+    decoded, _ = CODERS[name]()(window_of(cache))
     for keys, values in layer_tensors(decoded):
         assert torch.allclose(keys, torch.tensor(-1.5), rtol=1e-6)
         assert not values.any()
@@ -138,7 +138,7 @@ def test_numbers_that_are_all_alike_come_back(name: str) -> None:
 
 def test_fp8_rounds_to_three_bits_of_mantissa_under_one_scale_a_layer() -> None:
     cache = a_cache(60)
-    decoded, sizes = Baseline(SHAPE, Fp8(SHAPE), SINK)(cache, Watched())
+    decoded, sizes = Baseline(SHAPE, Fp8(SHAPE), SINK)(window_of(cache))
     layers = SHAPE.geometry.layers
     assert sizes.coded == SHAPE.geometry.values_per_token * 56 + 4 * 2 * len(layers)
     for original, restored in zip(layer_tensors(cache), layer_tensors(decoded), strict=True):

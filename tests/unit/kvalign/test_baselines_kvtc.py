@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic import window_of
 from transformers import DynamicCache
 
 from kvalign import accounting
@@ -19,7 +20,6 @@ from kvalign.evaluate.baselines.kvtc import decode_group, encode_group
 from kvalign.evaluate.baselines.kvtc_plan import BITS, SIZES, TYPES, Allocation, Errors, Group, shared_budget
 from kvalign.evaluate.baselines.stored import Reader
 from kvalign.statistics import Statistics, feature_groups
-from kvalign.watch import Watched
 
 SMALL_SIZES = (1, 2, 4)
 
@@ -129,7 +129,7 @@ def fitted(model: Any, smallest_ratio: float) -> tuple[CacheShape, KvtcFit]:
     captured = list(capture(model, shape, iter([torch.randint(256, (200,), generator=generator) for _ in range(3)])))
     statistics = Statistics(feature_groups(shape.geometry), shape.geometry)
     for sequence in captured[:2]:
-        statistics.update({"keys": sequence.keys[4:], "values": sequence.values[4:]})
+        statistics.update({"keys": sequence.keys[4:], "values": sequence.values[4:]}, sequence.features[4:])
     return shape, fit_kvtc(statistics, shape, captured[2:], smallest_ratio=smallest_ratio)
 
 
@@ -147,7 +147,7 @@ def test_a_large_budget_gives_the_cache_back(tiny_model: Callable[[str], Any], f
     shape, fit = fitted(model, smallest_ratio=1 / 3)
     for tokens in (3, 5, 41):
         cache = a_cache(model, tokens)
-        decoded, _ = Baseline(shape, fit.at(1 / 3))(cache, Watched())
+        decoded, _ = Baseline(shape, fit.at(1 / 3))(window_of(cache))
         for original, restored in zip(layer_tensors(cache), layer_tensors(decoded), strict=True):
             for x, y in zip(original, restored, strict=True):
                 # float16 shifts and directions: eleven bits of the largest number.

@@ -1,7 +1,9 @@
 """The weighted basis against brute force, on rotated covariances where a transposed or mis-scaled one shows."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scipy.linalg
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from kvalign.align.basis import Basis, fit_basis, head_weights, load_bases, save_bases
 from kvalign.geometry import KINDS, Geometry, Kind, LayerGeometry
 from kvalign.statistics import FeatureGroup, Statistics, feature_groups
+from kvalign.transform import Transform
 
 RIDGE = 0.05
 
@@ -19,9 +22,10 @@ def summed(source: CacheSource, *, layer_group_size: int | None = None, gradient
     geometry = source.shape.geometry
     statistics = Statistics(feature_groups(geometry, layer_group_size), geometry)
     for seed in range(3):
-        statistics.update(source.features(300, seed))
+        statistics.update(source.features(300, seed), torch.zeros(300, 0))
         if gradients:
-            statistics.update_sensitivity(CacheSource(source.shape, seed=50).features(100, 900 + seed))
+            gradients_of_seed = CacheSource(source.shape, seed=50).features(100, 900 + seed)
+            statistics.update_sensitivity(gradients_of_seed, torch.ones(100))
     return statistics
 
 
@@ -61,7 +65,7 @@ def test_directions_are_the_eigenvectors_of_the_weighted_covariance(statistics: 
 def test_coefficients_are_decorrelated_and_have_the_variance_told(source: CacheSource, bases: list[Basis]) -> None:
     for basis in bases:
         x = torch.cat([source.features(300, seed)[basis.group.kind] for seed in range(3)]).double()
-        y = (x - basis.mean.double()) @ basis.analysis().double()
+        y = (x - basis.intercept.double()) @ basis.analysis().double()
         covariance = y.T @ y / len(y)
         expected = torch.diag(basis.variance.double())
         assert (covariance - expected).abs().max() < 1e-3 * float(basis.variance[0])
@@ -89,7 +93,7 @@ def test_no_basis_of_the_rank_is_nearer_in_the_metric(
     for basis in bases:
         W = dense(basis.weights)
         x = torch.cat([source.features(300, seed)[basis.group.kind] for seed in range(3)]).double()
-        centred = x - basis.mean.double()
+        centred = x - basis.intercept.double()
 
         def distortion(analysis: Tensor, synthesis: Tensor, x: Tensor = centred, W: Tensor = W) -> float:
             return float(((x - x @ analysis @ synthesis) @ W).square().sum(1).mean())
@@ -118,7 +122,7 @@ def test_no_basis_of_the_rank_is_nearer_in_the_metric(
 def test_a_basis_that_is_mis_scaled_shows_in_the_distortion(source: CacheSource, bases: list[Basis]) -> None:
     """That the cases above can fail."""
     basis = bases[0]
-    x = source.features(300, 0)["keys"] - basis.mean
+    x = source.features(300, 0)["keys"] - basis.intercept
     for wrong in (
         basis.synthesis() * 1.1,
         basis.synthesis().flip(0),
@@ -136,7 +140,7 @@ def test_groups_have_bases_of_their_own(source: CacheSource, layer_group_size: i
         basis = fit_basis(statistics, group, weights[group.name])
         assert basis.directions.shape == (group.width, group.width)
         x = source.features(50, 1)[group.kind][:, group.start : group.stop]
-        back = (x - basis.mean) @ basis.analysis() @ basis.synthesis() + basis.mean
+        back = (x - basis.intercept) @ basis.analysis() @ basis.synthesis() + basis.intercept
         torch.testing.assert_close(back, x, rtol=1e-3, atol=1e-3)
 
 
@@ -147,7 +151,7 @@ def brute_weights(statistics: Statistics, kind: Kind) -> list[Tensor]:
     """(F_h + 0.05 m I)^(1/2) of every head, m the mean diagonal entry over all heads of the kind."""
     sums: list[Tensor] = []
     for layer in range(len(statistics.geometry.layers)):
-        sums += list(statistics.sensitivity[f"{kind}.{layer}"].double() / statistics.gradient_count)
+        sums += list(statistics.sensitivity[f"{kind}.{layer}"].double() / statistics.gradient_weight)
     entries = [float(F[i, i]) for F in sums for i in range(len(F))]
     m = sum(entries) / len(entries)
     return [torch.tensor(scipy.linalg.sqrtm((F + RIDGE * m * torch.eye(len(F))).numpy()).real) for F in sums]
@@ -174,9 +178,9 @@ def test_steps_of_keys_and_values_balance(source: CacheSource) -> None:
     """Gradients a hundred times larger on keys make their weights ten thousand times as costly."""
     geometry = source.shape.geometry
     statistics = Statistics(feature_groups(geometry), geometry)
-    statistics.update(source.features(200, 0))
+    statistics.update(source.features(200, 0), torch.zeros(200, 0))
     noise = {kind: torch.randn(4000, geometry.width(kind)) for kind in KINDS}
-    statistics.update_sensitivity({"keys": 100 * noise["keys"], "values": noise["values"]})
+    statistics.update_sensitivity({"keys": 100 * noise["keys"], "values": noise["values"]}, torch.ones(4000))
     weights = head_weights(statistics)
     sizes = [
         torch.cat([w.diagonal(dim1=1, dim2=2).flatten() for w in weights[g.name]]).mean() for g in statistics.groups
@@ -189,10 +193,10 @@ def test_steps_of_keys_and_values_balance(source: CacheSource) -> None:
 def test_heads_that_were_never_felt_keep_the_ridge(source: CacheSource) -> None:
     geometry = source.shape.geometry
     statistics = Statistics(feature_groups(geometry), geometry)
-    statistics.update(source.features(200, 0))
+    statistics.update(source.features(200, 0), torch.zeros(200, 0))
     gradients = source.features(200, 1)
     gradients["keys"][:, :8] = 0  # the first head
-    statistics.update_sensitivity(gradients)
+    statistics.update_sensitivity(gradients, torch.ones(200))
     first = head_weights(statistics)["keys.0-2"][0][0]
     assert torch.linalg.eigvalsh(first).min() > 0
     torch.testing.assert_close(first / first[0, 0], torch.eye(8), rtol=0, atol=1e-5)
@@ -208,14 +212,106 @@ def test_without_gradients_each_kind_is_scaled_to_unit_variance(source: CacheSou
                 torch.testing.assert_close(head, variance**-0.5 * torch.eye(len(head)))
 
 
+# ---- prediction
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Tokens x = B^T f + noise, with the sums over them; f correlated, its scales apart, its mean not zero."""
+
+    statistics: Statistics
+    features: Tensor
+    tokens: dict[Kind, Tensor]
+    predictor: dict[Kind, Tensor]
+
+    def basis(self, group: int) -> Basis:
+        chosen = self.statistics.groups[group]
+        return fit_basis(self.statistics, chosen, head_weights(self.statistics)[chosen.name])
+
+
+def predicted(source: CacheSource, *, features: int = 5, noise: float = 1.0, tokens: int = 4000) -> Predicted:
+    geometry = source.shape.geometry
+    generator = torch.Generator().manual_seed(7)
+    mixing = torch.randn(features, features, generator=generator) + 3 * torch.eye(features)
+    f = torch.randn(tokens, features, generator=generator) @ mixing + 4
+    B = {kind: torch.randn(features, geometry.width(kind), generator=generator) for kind in KINDS}
+    x = {kind: f @ B[kind] + noise * rows for kind, rows in source.features(tokens, 1).items()}
+    statistics = Statistics(feature_groups(geometry), geometry)
+    for part in torch.arange(tokens).split(tokens // 4):
+        statistics.update({kind: x[kind][part] for kind in KINDS}, f[part])
+    return Predicted(statistics, f, x, B)
+
+
+def test_what_is_a_linear_function_of_the_features_is_predicted(source: CacheSource) -> None:
+    """Without noise nothing is left to code but what the ridge of a thousandth leaves: its square, about."""
+    exact = predicted(source, noise=0.0)
+    for index in range(2):
+        basis = exact.basis(index)
+        wanted = exact.predictor[basis.group.kind]
+        assert (basis.predictor - wanted).norm() < 0.02 * wanted.norm()
+        weighted = (exact.tokens[basis.group.kind] - exact.tokens[basis.group.kind].mean(0)) @ basis.analysis()
+        assert basis.variance.sum() < 1e-3 * weighted.var(0).sum()
+
+
+def test_residuals_have_the_variance_told(source: CacheSource) -> None:
+    """Coefficients of x - intercept - B^T f are decorrelated, and as wide as the noise alone would be."""
+    noisy = predicted(source)
+    for index in range(2):
+        basis = noisy.basis(index)
+        assert basis.predictor.shape == (5, basis.group.width)
+        x = noisy.tokens[basis.group.kind].double()
+        left = x - basis.intercept.double() - noisy.features.double() @ basis.predictor.double()
+        assert left.mean(0).abs().max() < 1e-3 * x.std()
+        y = left @ basis.analysis().double()
+        off = y.T @ y / len(y) - torch.diag(basis.variance.double())
+        assert off.abs().max() < 2e-3 * float(basis.variance[0])
+        noise = source.features(4000, 1)[basis.group.kind].double()
+        alone = ((noise - noise.mean(0)) @ basis.analysis().double()).square().sum(1).mean()
+        assert float(basis.variance.sum()) == pytest.approx(float(alone), rel=0.02)
+
+
+def test_the_ridge_keeps_a_feature_that_never_varies_out(source: CacheSource) -> None:
+    plain = predicted(source)
+    statistics = Statistics(plain.statistics.groups, source.shape.geometry)
+    statistics.update(plain.tokens, torch.cat([plain.features, torch.full((4000, 1), 3.0)], dim=1))
+    group = statistics.groups[0]
+    basis = fit_basis(statistics, group, head_weights(statistics)[group.name])
+    assert basis.predictor[5].abs().max() < 1e-3
+    torch.testing.assert_close(basis.predictor[:5], plain.basis(0).predictor, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("features", [0, 5])
+def test_a_transform_folds_the_prediction_in(source: CacheSource, features: int) -> None:
+    made = predicted(source, features=features)
+    for index in range(2):
+        basis = made.basis(index)
+        transform = Transform.of(basis, np.zeros(basis.group.width, np.int16))
+        x, f = made.tokens[basis.group.kind][:50], made.features[:50]
+        y = transform.coefficients(x, f, basis.group.width)
+        wanted = (x - basis.intercept - f @ basis.predictor) @ basis.analysis()
+        torch.testing.assert_close(y, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+        torch.testing.assert_close(transform.tokens(y, f), x, rtol=1e-3, atol=1e-3 * float(x.abs().max()))
+        assert transform.features == features
+        # Of no coefficient at all the prediction remains.
+        torch.testing.assert_close(
+            transform.tokens(y[:, :0], f), basis.intercept + f @ basis.predictor, rtol=1e-4, atol=1e-3
+        )
+        order = torch.arange(basis.group.width - 1, -1, -1)
+        turned = transform.ordered(order, transform.scales)
+        torch.testing.assert_close(turned.coefficients(x, f, 3), y[:, order[:3]])
+        torch.testing.assert_close(turned.tokens(y[:, order], f), x, rtol=1e-3, atol=1e-3 * float(x.abs().max()))
+
+
 # ---- files
 
 
-def test_saved_bases_come_back_bit_for_bit(bases: list[Basis], tmp_path: Path) -> None:
+@pytest.mark.parametrize("features", [0, 5])
+def test_saved_bases_come_back_bit_for_bit(source: CacheSource, tmp_path: Path, features: int) -> None:
+    bases = [predicted(source, features=features).basis(group) for group in range(2)]
     save_bases(bases, tmp_path / "bases.safetensors")
     for found, wanted in zip(load_bases(tmp_path / "bases.safetensors"), bases, strict=True):
         assert found.group == wanted.group
-        for name in ("mean", "directions", "variance"):
+        for name in ("intercept", "predictor", "directions", "variance"):
             assert torch.equal(getattr(found, name), getattr(wanted, name))
         assert all(torch.equal(a, b) for a, b in zip(found.weights, wanted.weights, strict=True))
 
@@ -225,7 +321,7 @@ def test_a_singular_covariance_still_gives_a_basis() -> None:
     geometry = Geometry((LayerGeometry(2, 8, 8),))
     statistics = Statistics([FeatureGroup("keys", 0, 1, 0, 16), FeatureGroup("values", 0, 1, 0, 16)], geometry)
     x = torch.randn(5, 16)
-    statistics.update({"keys": x, "values": x})
+    statistics.update({"keys": x, "values": x}, torch.zeros(5, 0))
     basis = fit_basis(statistics, statistics.groups[0], head_weights(statistics)["keys.0-0"])
     assert (basis.variance >= 0).all()
     assert (basis.variance[5:] < 1e-5).all()

@@ -1,6 +1,7 @@
 """Calibration on a tiny model: stopped anywhere and called again, it ends at the same sums, bit for bit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvalign.calibrate import calibrate, gradient_sequences
-from kvalign.capture import measure_shape
-from kvalign.statistics import Statistics
+from kvalign.calibrate import Metric, calibrate
+from kvalign.capture import capture, capture_with_gradients, measure_shape
+from kvalign.geometry import KINDS
+from kvalign.statistics import Statistics, feature_groups
+from kvalign.token_steps import shifts_by_attention
+from kvalign.windows import prefix_tokens
+
+SINK = 3
 
 
 class Stop(Exception):
@@ -22,19 +28,24 @@ def sequences(count: int = 7, length: int = 24) -> list[Tensor]:
     return [torch.randint(256, (length,), generator=generator) for _ in range(count)]
 
 
-def run(model: Any, folder: Path, *, stop_at: int | None = None) -> Statistics:
+def run(
+    model: Any, folder: Path, *, stop_at: int | None = None, beta: float = 0.3, metric: Metric = "gradient"
+) -> Statistics:
     def on_progress(done: int, total: int) -> None:
-        assert total == 14
+        assert total == 7
         if done == stop_at:
             raise Stop
 
     return calibrate(
         model,
-        measure_shape(model),
+        replace(measure_shape(model), recomputed=1),
         sequences(),
         seed=5,
         checkpoint=folder / "checkpoint.safetensors",
         on_progress=on_progress,
+        sink_tokens=SINK,
+        token_beta=beta,
+        metric=metric,
     )
 
 
@@ -43,7 +54,7 @@ def sums(statistics: Statistics, folder: Path) -> bytes:
     return (folder / "sums.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("stops", [(0,), (3,), (5, 6), (8,), (9, 13), (14,), (5, 10, 12)])
+@pytest.mark.parametrize("stops", [(0,), (3,), (5, 6), (4,), (7,), (2, 4, 5)])
 def test_resumed_sums_are_the_same_bits(
     tiny_model: Callable[[str], Any], tmp_path: Path, stops: tuple[int, ...]
 ) -> None:
@@ -66,13 +77,52 @@ def test_a_resumed_run_repeats_no_more_than_a_checkpoint_apart(
         run(tiny_model("llama"), tmp_path, stop_at=4)  # told first of all, so that it went on from there
 
 
-def test_every_pass_is_counted(tiny_model: Callable[[str], Any], tmp_path: Path) -> None:
-    statistics = run(tiny_model("llama"), tmp_path)
-    assert (statistics.sequences, statistics.gradient_sequences, statistics.gradient_count) == (7, 7, 168)
-    assert {moments.count for moments in statistics.moments.values()} == {168}
+@pytest.mark.parametrize("metric", ["gradient", "none"])
+def test_sums_leave_sinks_out(tiny_model: Callable[[str], Any], tmp_path: Path, metric: Metric) -> None:
+    model = tiny_model("llama")
+    statistics = run(model, tmp_path, metric=metric)
+    shape = replace(measure_shape(model), recomputed=1)
+    wanted = Statistics(feature_groups(shape.geometry, first=1), shape.geometry)
+    for captured in capture(model, shape, iter(sequences())):
+        wanted.update({kind: captured.of(kind)[SINK:] for kind in KINDS}, captured.features[SINK:])
+    assert statistics.sequences == 7
+    assert statistics.features is not None
+    assert statistics.features.count == statistics.moments["keys.1-1"].count == 7 * (24 - SINK)
+    for group in wanted.groups:
+        found, plain = statistics.moments[group.name], wanted.moments[group.name]
+        torch.testing.assert_close(found.mean(), plain.mean(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.covariance(), plain.covariance(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            statistics.cross_covariance(group), wanted.cross_covariance(group), rtol=1e-3, atol=1e-3
+        )
 
 
-def test_gradient_pieces_are_bounded() -> None:
-    long = [torch.zeros(2048, dtype=torch.int64)] * 40
-    assert [piece.numel() for piece in gradient_sequences(long)] == [512] * 16
-    assert [piece.numel() for piece in gradient_sequences(sequences(3, 100))] == [100] * 3
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_a_token_counts_by_the_square_of_its_step(
+    tiny_model: Callable[[str], Any], tmp_path: Path, beta: float
+) -> None:
+    """Each generator is the sequence's own, so that the last one's gradients can be drawn again."""
+    model = tiny_model("llama")
+    shape = replace(measure_shape(model), recomputed=1)
+    with pytest.raises(Stop):
+        run(model, tmp_path, stop_at=4, beta=beta)
+    groups = feature_groups(shape.geometry, first=1)
+    before = Statistics.load(tmp_path / "checkpoint.safetensors", groups, shape.geometry)
+    weight, outer = 0.0, torch.zeros(2, 8, 8, dtype=torch.float64)
+    for index, tokens in enumerate(sequences()[:4]):
+        labels = torch.Generator().manual_seed(5 * 1_000_003 + index)
+        _, gradients = capture_with_gradients(model, shape, tokens, prefix_tokens(24), labels)
+        shifts = shifts_by_attention([received[SINK:] for received in gradients.attention], beta)
+        for g, shift in zip(gradients.keys[SINK:, 16:].double().unflatten(1, (2, 8)), shifts, strict=True):
+            square = 2.0 ** (int(shift) / 2)
+            weight += square
+            outer += square * torch.einsum("hd,he->hde", g, g)
+        assert (len(set(shifts)) > 1) == (beta > 0)
+    assert before.gradient_weight == pytest.approx(weight)
+    torch.testing.assert_close(before.sensitivity["keys.1"].double(), outer, rtol=1e-3, atol=1e-6)
+
+
+def test_without_gradients_nothing_is_known_of_the_loss(tiny_model: Callable[[str], Any], tmp_path: Path) -> None:
+    statistics = run(tiny_model("llama"), tmp_path, metric="none")
+    assert statistics.sequences == 7
+    assert (statistics.gradient_weight, statistics.sensitivity) == (0, {})

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvalign.capture import (
     CacheShape,
     capture,
     capture_with_gradients,
+    head_tensors,
     layer_tensors,
     load_model,
     load_tokenizer,
@@ -26,8 +28,9 @@ from kvalign.capture import (
     token_matrix,
 )
 from kvalign.errors import SourceInvalid, SourceUnsupported
-from kvalign.geometry import KINDS, LayerGeometry
+from kvalign.geometry import KINDS, Geometry, LayerGeometry
 from kvalign.rope import NO_ROPE, Rope
+from kvalign.watch import watch
 
 Models = Callable[[str], Any]
 Folders = Callable[[str], Path]
@@ -41,20 +44,26 @@ def some_tokens(count: int, seed: int = 3) -> Tensor:
 
 
 @contextmanager
-def projections(model: Any) -> Iterator[dict[str, list[Tensor]]]:
-    """What the key and value projections of each layer put out, before any rotation: [T, H*D] each."""
+def projections(model: Any, cut: int = 0) -> Iterator[dict[str, list[Tensor]]]:
+    """What the key and value projections of each layer put out, before any rotation: [T, H*D] each.
+
+    cut   keep the first tokens' only, as leaves that attention goes on with: what the rest does with them is their grad
+    """
     found: dict[str, list[Tensor]] = {"keys": [], "values": []}
 
     def keep(kind: str) -> Callable[..., None]:
-        def hook(module: Any, inputs: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                output.retain_grad()
+        def hook(module: Any, inputs: Any, output: Tensor) -> Tensor | None:
+            if cut:
+                leaf = output[0, :cut].detach().requires_grad_()
+                found[kind].append(leaf)
+                return torch.cat([leaf[None], output[:, cut:]], dim=1)
             if kind == "fused":  # gpt2: queries, keys and values side by side
                 parts = output[0].chunk(3, dim=-1)
                 found["keys"].append(parts[1])
                 found["values"].append(parts[2])
             else:
-                found[kind].append(output[0] if not output.requires_grad else output)
+                found[kind].append(output[0])
+            return None
 
         return hook
 
@@ -199,31 +208,65 @@ def test_capture_gives_one_matrix_a_sequence(tiny_model: Models) -> None:
     sequences = [some_tokens(10), some_tokens(17, seed=5)]
     found = list(capture(model, shape, iter(sequences)))
     assert [captured.keys.shape for captured in found] == [(10, 32), (17, 32)]
-    assert all(captured.key_gradients is captured.gradients("values") is None for captured in found)
+    assert [captured.features.shape for captured in found] == [(10, 0), (17, 0)]
     with torch.no_grad():
         _, cache = run(model, sequences[1][None])
     for kind in KINDS:
         wanted = token_matrix(cache, kind, shape, 0, slice(0, 17), torch.arange(17))
-        torch.testing.assert_close(found[1].features(kind), wanted)
+        torch.testing.assert_close(found[1].of(kind), wanted)
+
+
+@pytest.mark.parametrize("recomputed", [1, 2])
+def test_features_are_what_enters_the_last_recomputed_attention(tiny_model: Models, recomputed: int) -> None:
+    """Keys and values of that layer are the feature's projections."""
+    model = tiny_model("llama")
+    shape = replace(measure_shape(model), recomputed=recomputed)
+    (found,) = capture(model, shape, iter([some_tokens(10)]))
+    attention = model.model.layers[recomputed - 1].self_attn
+    columns = slice(16 * (recomputed - 1), 16 * recomputed)
+    with torch.no_grad():
+        torch.testing.assert_close(attention.k_proj(found.features), found.keys[:, columns], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(attention.v_proj(found.features), found.values[:, columns], rtol=1e-4, atol=1e-4)
+
+
+PREFIX = 14
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_yarn", "phi", "cohere", "smollm3"])
-def test_gradients_are_those_towards_the_projections(tiny_model: Models, family: str) -> None:
+def test_gradients_are_those_of_the_continuation_towards_the_prefixs_projections(
+    tiny_model: Models, family: str
+) -> None:
     """Cached keys are rotated projections: the gradient towards these is the unrotated gradient."""
     model, tokens = tiny_model(family), some_tokens(20)
-    shape = measure_shape(model)
-    with projections(model) as plain:
-        found = capture_with_gradients(model, shape, tokens, torch.Generator().manual_seed(1))
+    shape = replace(measure_shape(model), recomputed=1)
+    captured, found = capture_with_gradients(model, shape, tokens, PREFIX, torch.Generator().manual_seed(1))
+    with projections(model, cut=PREFIX) as leaves:
+        logits = run(model, tokens[None])[0][0, PREFIX:]
+    labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=torch.Generator().manual_seed(1))[:, 0]
+    torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
     for kind in KINDS:
-        wanted = torch.cat([output.grad[0] for output in plain[kind] if output.grad is not None], dim=1)
-        gradients = found.gradients(kind)
-        assert gradients is not None
-        assert gradients.shape == (20, shape.geometry.width(kind))
-        assert (gradients - wanted).norm() < 1e-4 * wanted.norm()
+        wanted = torch.cat([leaf.grad for leaf in leaves[kind] if leaf.grad is not None], dim=1)
+        assert found.of(kind).shape == wanted.shape == (PREFIX, shape.geometry.width(kind))
+        assert (found.of(kind) - wanted).norm() < 1e-4 * wanted.norm()
         assert wanted.norm() > 0
     (again,) = capture(model, shape, iter([tokens]))
-    torch.testing.assert_close(found.keys, again.keys, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.values, again.values, rtol=1e-4, atol=1e-4)
+    for whole, plain in ((captured.keys, again.keys), (captured.values, again.values)):
+        torch.testing.assert_close(whole, plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(captured.features, again.features, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_come_with_the_attention_of_the_prefixs_last_queries(tiny_model: Models) -> None:
+    """Of every third stored layer, so that the first of smollm3's two judges is its second layer."""
+    model, tokens = tiny_model("smollm3"), some_tokens(20)
+    shape = replace(measure_shape(model), recomputed=1)
+    _, found = capture_with_gradients(model, shape, tokens, PREFIX, torch.Generator())
+    with torch.no_grad(), watch(model) as watched:
+        _, cache = run(model, tokens[None, :PREFIX])
+    assert [*shape.judging_layers] == [1]
+    wanted = watched.attention(1, layer_tensors(cache)[1][0], 0, 0)
+    assert wanted is not None
+    (received,) = found.attention
+    torch.testing.assert_close(received, wanted)
 
 
 def test_gradients_follow_the_labels_drawn(tiny_model: Models) -> None:
@@ -231,13 +274,46 @@ def test_gradients_follow_the_labels_drawn(tiny_model: Models) -> None:
     shape = measure_shape(model)
 
     def drawn(seed: int) -> Tensor:
-        found = capture_with_gradients(model, shape, tokens, torch.Generator().manual_seed(seed)).key_gradients
-        assert found is not None
-        return found
+        return capture_with_gradients(model, shape, tokens, 8, torch.Generator().manual_seed(seed))[1].keys
 
     assert torch.equal(drawn(1), drawn(1))
     assert not torch.equal(drawn(1), drawn(2))
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+# ---- the way back
+
+
+@pytest.mark.parametrize("offset", [0, 100])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_tensors_inverts_token_matrix(tiny_model: Models, family: str, first: int, offset: int) -> None:
+    model, positions = tiny_model(family), torch.arange(9) + offset
+    with torch.no_grad():
+        _, cache = run(model, torch.stack([some_tokens(9), some_tokens(9, seed=4)]), position_ids=positions[None])
+    shape, pairs = measure_shape(model), layer_tensors(cache)
+    for part, kind in enumerate(KINDS):
+        matrix = token_matrix(cache, kind, shape, 1, slice(2, 7), positions[2:7], (first, len(pairs)))
+        found = head_tensors(matrix, kind, shape, first, positions[2:7], torch.float32)
+        for heads, pair in zip(found, pairs[first:], strict=True):
+            torch.testing.assert_close(heads, pair[part][1, :, 2:7], rtol=1e-4, atol=1e-4)
+
+
+def test_runs_are_layers_of_equal_shape_and_rotation() -> None:
+    rope, near = Rope("half", torch.tensor([0.5])), Rope("half", torch.tensor([0.4]))
+    ropes = (rope, rope, near, near, replace(near, scaling=1.1), NO_ROPE, NO_ROPE)
+    layers = (*(LayerGeometry(2, 4, 4),) * 6, LayerGeometry(1, 4, 4))
+    shape = CacheShape(Geometry(layers), ropes)
+    assert shape.runs(0, 7) == [range(2), range(2, 4), range(4, 5), range(5, 6), range(6, 7)]
+    assert shape.runs(1, 3) == [range(1, 2), range(2, 3)]
+    assert shape.runs(3, 3) == []
+
+
+def test_recomputed_layers_are_not_stored(tiny_model: Models) -> None:
+    shape = measure_shape(tiny_model("smollm3"))
+    assert shape.recomputed == 0
+    assert shape.stored == shape.geometry
+    assert replace(shape, recomputed=3).stored.layers == shape.geometry.layers[3:]
 
 
 # ---- loading

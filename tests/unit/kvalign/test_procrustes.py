@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvalign.align.procrustes import MAX_HEADS, head_alignment, pairwise_similarity
-from kvalign.geometry import Geometry, LayerGeometry
+from kvalign.geometry import Geometry, Kind, LayerGeometry
 from kvalign.statistics import Statistics, feature_groups
 
 
@@ -58,7 +58,11 @@ def statistics_of(geometry: Geometry, layer_group_size: int | None = None) -> St
     statistics = Statistics(feature_groups(geometry, layer_group_size), geometry)
     heads = geometry.heads()
     for seed in range(2):
-        statistics.update({"keys": rows(heads, 6, seed=seed) + 50.0, "values": rows(heads, 4, seed=seed + 9)})
+        columns: dict[Kind, Tensor] = {
+            "keys": rows(heads, 6, seed=seed) + 50.0,
+            "values": rows(heads, 4, seed=seed + 9),
+        }
+        statistics.update(columns, torch.zeros(200, 0))
     return statistics
 
 

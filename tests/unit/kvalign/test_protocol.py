@@ -13,7 +13,6 @@ from kvalign.capture import layer_tensors, run
 from kvalign.evaluate.metrics import divergence
 from kvalign.evaluate.protocol import FLOOR_LIMIT, PreparedWindow, continuation_logits, prepare, try_coder
 from kvalign.text import Window
-from kvalign.watch import Watched
 
 Models = Callable[[str], Any]
 SIZES = PayloadSizes(coded=10, verbatim=0, side_info=0, body_tokens=1, verbatim_tokens=0)
@@ -31,8 +30,8 @@ def copied(cache: DynamicCache, change: Callable[[torch.Tensor], torch.Tensor] =
     return result
 
 
-def identity(cache: DynamicCache, watched: Watched) -> tuple[DynamicCache, PayloadSizes]:
-    return copied(cache), SIZES
+def identity(prepared: PreparedWindow) -> tuple[DynamicCache, PayloadSizes]:
+    return copied(prepared.cache), SIZES
 
 
 @pytest.fixture
@@ -57,9 +56,9 @@ def test_a_coder_that_changes_nothing_is_at_no_distance(tiny_model: Models, fami
 def test_a_coder_that_perturbs_is_seen_in_proportion(
     tiny_model: Models, prepared: PreparedWindow, strength: float
 ) -> None:
-    def perturbing(cache: DynamicCache, watched: Watched) -> tuple[DynamicCache, PayloadSizes]:
+    def perturbing(prepared: PreparedWindow) -> tuple[DynamicCache, PayloadSizes]:
         noise = torch.Generator().manual_seed(1)
-        return copied(cache, lambda x: x + strength * x.std() * torch.randn(x.shape, generator=noise)), SIZES
+        return copied(prepared.cache, lambda x: x + strength * x.std() * torch.randn(x.shape, generator=noise)), SIZES
 
     kl = float(try_coder(tiny_model("llama"), prepared, perturbing).divergence.kl.mean())
     assert 1e-3 * strength**2 < kl < 100 * strength**2
@@ -68,10 +67,10 @@ def test_a_coder_that_perturbs_is_seen_in_proportion(
 def test_only_the_prefix_is_coded_and_every_scored_token_sees_it(tiny_model: Models, prepared: PreparedWindow) -> None:
     seen: list[int] = []
 
-    def blanking(cache: DynamicCache, watched: Watched) -> tuple[DynamicCache, PayloadSizes]:
-        seen.append(cache.get_seq_length())
-        assert watched
-        return copied(cache, torch.zeros_like), SIZES
+    def blanking(prepared: PreparedWindow) -> tuple[DynamicCache, PayloadSizes]:
+        seen.append(prepared.cache.get_seq_length())
+        assert prepared.watched
+        return copied(prepared.cache, torch.zeros_like), SIZES
 
     kl = try_coder(tiny_model("llama"), prepared, blanking).divergence.kl
     assert seen == [60]
@@ -86,12 +85,12 @@ def test_the_reference_is_the_model_on_the_whole_text(tiny_model: Models, prepar
 
 
 def test_targets_are_the_tokens_that_followed(tiny_model: Models, prepared: PreparedWindow) -> None:
-    def other(cache: DynamicCache, watched: Watched) -> tuple[DynamicCache, PayloadSizes]:
-        return copied(cache, lambda x: x * 1.05), SIZES
+    def other(prepared: PreparedWindow) -> tuple[DynamicCache, PayloadSizes]:
+        return copied(prepared.cache, lambda x: x * 1.05), SIZES
 
     model = tiny_model("llama")
     with torch.no_grad():
-        measured = continuation_logits(model, other(prepared.cache, prepared.watched)[0], prepared.window)
+        measured = continuation_logits(model, other(prepared)[0], prepared.window)
     by_hand = divergence(prepared.reference, measured, prepared.window.continuation[1:])
     assert torch.equal(try_coder(model, prepared, other).divergence.nll_delta, by_hand.nll_delta)
 

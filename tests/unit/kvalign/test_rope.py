@@ -90,9 +90,10 @@ def test_undo_gradient_is_not_undo_where_there_is_a_scale() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_keys_come_out_in_float32(dtype: torch.dtype) -> None:
+def test_sixteen_bit_keys_are_unrotated_in_float32_and_rotated_in_their_own_dtype(dtype: torch.dtype) -> None:
     keys = torch.randn(1, 3, 4).to(dtype)
     for rope in (NO_ROPE, Rope("half", torch.tensor([0.5, 0.1]))):
         assert rope.undo(keys, torch.arange(3), dtype).dtype == torch.float32
-        assert rope.redo(keys, torch.arange(3), dtype).dtype == torch.float32
+        assert rope.redo(keys, torch.arange(3), dtype).dtype == dtype
+        assert rope.redo(keys.float(), torch.arange(3), dtype).dtype == torch.float32
         assert rope.undo_gradient(keys, torch.arange(3), dtype).dtype == torch.float32

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kvalign.statistics import FeatureGroup, Moments, Statistics, feature_groups
 
 GEOMETRY = Geometry((LayerGeometry(2, 4, 3), LayerGeometry(1, 6, 5), LayerGeometry(2, 2, 2)))
 GROUPS = feature_groups(GEOMETRY, layer_group_size=2)
+FEATURES = 3
 
 
 def rows(count: int, width: int, *, seed: int, mean: float = 0.0) -> Tensor:
@@ -26,11 +28,15 @@ def sequence(seed: int, tokens: int = 40) -> dict[Kind, Tensor]:
     return {kind: rows(tokens, GEOMETRY.width(kind), seed=seed, mean=5.0) for kind in KINDS}
 
 
+def features(seed: int, tokens: int = 40) -> Tensor:
+    return rows(tokens, FEATURES, seed=seed + 500, mean=7.0)
+
+
 def summed(seeds: range) -> Statistics:
     statistics = Statistics(GROUPS, GEOMETRY)
     for seed in seeds:
-        statistics.update(sequence(seed))
-        statistics.update_sensitivity(sequence(seed + 100))
+        statistics.update(sequence(seed), features(seed))
+        statistics.update_sensitivity(sequence(seed + 100), torch.full((40,), 0.5))
     return statistics
 
 
@@ -62,7 +68,7 @@ def test_statistics_shift_by_the_first_rows_they_see() -> None:
     statistics = Statistics(GROUPS, GEOMETRY)
     x = {kind: rows(400, GEOMETRY.width(kind), seed=4, mean=3000.0) for kind in KINDS}
     for start in range(0, 400, 50):
-        statistics.update({kind: x[kind][start : start + 50] for kind in KINDS})
+        statistics.update({kind: x[kind][start : start + 50] for kind in KINDS}, torch.zeros(50, 0))
     for group in GROUPS:
         wanted = np.cov(x[group.kind][:, group.start : group.stop].double().numpy().T, bias=True)
         found = statistics.moments[group.name].covariance()
@@ -84,12 +90,18 @@ def test_the_shift_does_not_matter() -> None:
 def test_merged_parts_equal_a_single_pass() -> None:
     whole, left, right = summed(range(6)), summed(range(2)), summed(range(2, 6))
     left.merge(right)
-    assert (left.sequences, left.gradient_sequences, left.gradient_count) == (6, 6, 240)
-    assert left.passes == whole.passes == 12
-    for name, moments in whole.moments.items():
-        assert left.moments[name].count == moments.count == 240
-        torch.testing.assert_close(left.moments[name].mean(), moments.mean(), rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(left.moments[name].covariance(), moments.covariance(), rtol=1e-3, atol=1e-3)
+    assert (left.sequences, left.gradient_weight) == (whole.sequences, whole.gradient_weight) == (6, 120)
+    assert left.features is not None
+    assert whole.features is not None
+    both = {**whole.moments, "features": whole.features}
+    for name, found in {**left.moments, "features": left.features}.items():
+        assert found.count == both[name].count == 240
+        torch.testing.assert_close(found.mean(), both[name].mean(), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(found.covariance(), both[name].covariance(), rtol=1e-3, atol=1e-3)
+    for group in GROUPS:
+        torch.testing.assert_close(left.cross_covariance(group), whole.cross_covariance(group), rtol=1e-3, atol=1e-3)
+        # The shifts were far apart: adding the sums as they are would not do.
+        assert not torch.allclose(left.moments[group.name].shift, right.moments[group.name].shift, atol=0.1)
     for name, outer in whole.sensitivity.items():
         torch.testing.assert_close(left.sensitivity[name], outer, rtol=1e-5, atol=1e-3)
 
@@ -99,12 +111,37 @@ def test_merging_into_nothing_gives_the_other() -> None:
     empty.merge(other)
     assert empty.moments.keys() == other.moments.keys()
     assert torch.equal(empty.moments["keys.0-1"].covariance(), other.moments["keys.0-1"].covariance())
+    assert torch.equal(empty.cross_covariance(GROUPS[0]), other.cross_covariance(GROUPS[0]))
+    other.merge(Statistics(GROUPS, GEOMETRY))
+    assert (empty.sequences, other.sequences) == (2, 2)
 
 
-def test_sensitivity_is_the_sum_of_outer_products_of_each_head() -> None:
+@pytest.mark.parametrize("mean", [0.0, 3000.0])
+def test_cross_covariances_are_those_of_all_rows(mean: float) -> None:
+    statistics = Statistics(GROUPS, GEOMETRY)
+    f = rows(400, FEATURES, seed=1, mean=mean)
+    x = {kind: rows(400, GEOMETRY.width(kind), seed=4, mean=mean) for kind in KINDS}
+    for kind in KINDS:
+        x[kind][:, :FEATURES] += 0.5 * f
+    for start in range(0, 400, 50):
+        part = slice(start, start + 50)
+        statistics.update({kind: x[kind][part] for kind in KINDS}, f[part])
+    for group in GROUPS:
+        columns = x[group.kind][:, group.start : group.stop]
+        joint = np.cov(torch.cat([f, columns], dim=1).double().numpy().T, bias=True)
+        wanted = torch.tensor(joint[:FEATURES, FEATURES:]).float()
+        assert statistics.cross_covariance(group).shape == (FEATURES, group.width)
+        torch.testing.assert_close(
+            statistics.cross_covariance(group), wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max())
+        )
+
+
+def test_sensitivity_is_the_weighted_sum_of_outer_products_of_each_head() -> None:
     statistics = Statistics(GROUPS, GEOMETRY)
     gradients = sequence(3)
-    statistics.update_sensitivity(gradients)
+    weights = torch.linspace(0, 2, 40)
+    statistics.update_sensitivity(gradients, weights)
+    assert statistics.gradient_weight == pytest.approx(40)
     for kind in KINDS:
         column = 0
         for index, layer in enumerate(GEOMETRY.layers):
@@ -112,7 +149,7 @@ def test_sensitivity_is_the_sum_of_outer_products_of_each_head() -> None:
                 dim = layer.head_dim(kind)
                 g = gradients[kind][:, column : column + dim].double()
                 column += dim
-                wanted = sum(torch.outer(row, row) for row in g)
+                wanted = sum(weight * torch.outer(row, row) for weight, row in zip(weights.double(), g, strict=True))
                 assert isinstance(wanted, Tensor)
                 found = statistics.sensitivity[f"{kind}.{index}"][head]
                 torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-3)
@@ -125,26 +162,37 @@ def test_saved_sums_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert _same(found, statistics)
     assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
     for seed in (7, 8):
-        found.update(sequence(seed))
-        statistics.update(sequence(seed))
+        found.update(sequence(seed), features(seed))
+        statistics.update(sequence(seed), features(seed))
     assert _same(found, statistics)
 
 
+def test_sums_without_features_and_gradients_come_back(tmp_path: Path) -> None:
+    statistics = Statistics(GROUPS, GEOMETRY)
+    statistics.update(sequence(0), torch.zeros(40, 0))
+    statistics.save(tmp_path / "s.safetensors")
+    found = Statistics.load(tmp_path / "s.safetensors", GROUPS, GEOMETRY)
+    assert _same(found, statistics)
+    assert found.cross_covariance(GROUPS[0]).shape == (0, GROUPS[0].width)
+
+
 def _same(a: Statistics, b: Statistics) -> bool:
-    sums = ("count", "shift", "total", "scatter")
-    return (
-        (a.sequences, a.gradient_sequences, a.gradient_count) == (b.sequences, b.gradient_sequences, b.gradient_count)
-        and a.moments.keys() == b.moments.keys()
-        and a.sensitivity.keys() == b.sensitivity.keys()
-        and all(
-            torch.equal(
-                torch.as_tensor(getattr(a.moments[name], part)), torch.as_tensor(getattr(b.moments[name], part))
-            )
-            for name in a.moments
-            for part in sums
-        )
-        and all(torch.equal(a.sensitivity[name], b.sensitivity[name]) for name in a.sensitivity)
-    )
+    return (a.sequences, a.gradient_weight) == (b.sequences, b.gradient_weight) and _sums(a) == _sums(b)
+
+
+def _sums(statistics: Statistics) -> dict[str, Any]:
+    """Every number summed, in plain Python."""
+    assert statistics.features is not None
+    moments = {"features": statistics.features, **statistics.moments}
+    return {
+        **{
+            f"{name}.{part}": torch.as_tensor(getattr(found, part)).tolist()
+            for name, found in moments.items()
+            for part in ("count", "shift", "total", "scatter")
+        },
+        **{f"cross.{name}": cross.tolist() for name, cross in statistics.cross.items()},
+        **{f"sensitivity.{name}": outer.tolist() for name, outer in statistics.sensitivity.items()},
+    }
 
 
 def test_groups_cover_every_feature_once() -> None:
@@ -157,6 +205,13 @@ def test_groups_cover_every_feature_once() -> None:
                 assert (left.stop, left.end_layer) == (right.start, right.first_layer)
     assert [group.name for group in GROUPS] == ["keys.0-1", "keys.2-2", "values.0-1", "values.2-2"]
     assert GROUPS[1] == FeatureGroup("keys", 2, 3, 14, 18)
+
+
+def test_groups_begin_at_the_first_layer_that_is_stored() -> None:
+    for size in (None, 1):
+        groups = [group for group in feature_groups(GEOMETRY, size, first=1) if group.kind == "values"]
+        assert (groups[0].first_layer, groups[0].start) == (1, 6)
+        assert (groups[-1].end_layer, groups[-1].stop) == (3, 15)
 
 
 def test_groups_stay_within_what_one_decomposition_takes() -> None:
