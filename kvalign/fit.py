@@ -75,7 +75,9 @@ def fit_tables(transforms: list[Transform], kept_aside: list[Captured], sink_tok
 
 def feature_deviation(kept_aside: list[Captured]) -> Tensor:
     """Standard deviation of each feature, [F] float32."""
-    return torch.cat([captured.features for captured in kept_aside]).std(0)
+    features = torch.cat([captured.features for captured in kept_aside])
+    # Not std, which warns where there is no feature.
+    return (features - features.mean(0)).square().mean(0).sqrt()
 
 
 def _coefficients(captured: Captured, transform: Transform, sink_tokens: int) -> Tensor:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvalign.container import MAGIC, VERSION, Block, Payload, Row, pack, unpack
+from kvalign.container import ID_BYTES, MAGIC, VERSION, Block, Payload, Row, pack, unpack
 from kvalign.errors import PayloadInvalid
 
 VALUES = 3  # numbers a token leaves in the cache
-HEADER = struct.Struct("<4sHBBhHIIII16s")
+HEADER = struct.Struct("<4sHBBBBhHIIII16s")
 ROW = struct.Struct("<IIQI")
 BLOCK = struct.Struct("<II")
 
@@ -22,6 +22,7 @@ BLOCK = struct.Struct("<II")
 @st.composite
 def payloads(draw: st.DrawFn) -> Payload:
     block_tokens, tokens = draw(st.integers(1, 5)), draw(st.integers(1, 20))
+    id_bytes = draw(st.sampled_from(ID_BYTES))
     sink, recent = draw(st.integers(0, 3)), draw(st.integers(0, 3))
     rows = []
     for _ in range(draw(st.integers(1, 3))):
@@ -35,11 +36,13 @@ def payloads(draw: st.DrawFn) -> Payload:
             shifts = draw(st.one_of(st.just(b""), st.binary(min_size=count, max_size=count)))
             blocks.append(Block(draw(st.binary(max_size=12)), draw(st.booleans()), shifts))
         kept = draw(st.binary(min_size=2 * VALUES * verbatim, max_size=2 * VALUES * verbatim))
-        rows.append(Row(padding, draw(st.integers(0, 2**32)), kept, tuple(blocks)))
+        ids = draw(st.binary(min_size=id_bytes * held, max_size=id_bytes * held))
+        rows.append(Row(padding, draw(st.integers(0, 2**32)), ids, kept, tuple(blocks)))
     return Payload(
         codec_id=draw(st.binary(min_size=16, max_size=16)),
         dtype_code=draw(st.integers(0, 255)),
         verbatim_dtype_code=draw(st.integers(0, 255)),
+        id_bytes=id_bytes,
         step=draw(st.integers(-(2**15), 2**15 - 1)),
         block_tokens=block_tokens,
         tokens=tokens,
@@ -50,12 +53,12 @@ def payloads(draw: st.DrawFn) -> Payload:
 
 
 def small() -> Payload:
-    """Two rows, three blocks: one coded, one raw, one with shifted steps."""
+    """Two rows with their token ids, three blocks: one coded, one raw, one with shifted steps."""
     rows = (
-        Row(0, 0, bytes(range(12)), (Block(b"coded!"), Block(b"rawraw", raw=True))),
-        Row(2, 7, bytes(range(12)), (Block(b"more", shifts=b"\x01\xff"),)),
+        Row(0, 0, bytes(range(100, 112)), bytes(range(12)), (Block(b"coded!"), Block(b"rawraw", raw=True))),
+        Row(2, 7, bytes(range(200, 208)), bytes(range(12)), (Block(b"more", shifts=b"\x01\xff"),)),
     )
-    return Payload(b"sixteen bytes id", 0, 1, -10, 2, 6, 1, 1, rows)
+    return Payload(b"sixteen bytes id", 0, 1, 2, -10, 2, 6, 1, 1, rows)
 
 
 def read(data: bytes) -> Payload:
@@ -68,7 +71,9 @@ def test_payloads_round_trip(payload: Payload) -> None:
     data = pack(payload)
     assert read(data) == payload
     assert pack(read(data)) == data
-    stored = sum(len(row.verbatim) + sum(len(block.stored) for block in row.blocks) for row in payload.rows)
+    stored = sum(
+        len(row.ids) + len(row.verbatim) + sum(len(block.stored) for block in row.blocks) for row in payload.rows
+    )
     assert payload.table_bytes + stored == len(data)
 
 
@@ -133,13 +138,25 @@ def forged(
     rows: list[tuple[int, int, int]] | None = None, blocks: list[int] | None = None, tail: bytes = b"", **header: Any
 ) -> bytes:
     """A payload by hand, its checksum right; rows (padding, blocks, position), blocks size and flags."""
-    numbers = {"step": 0, "block_tokens": 2, "tokens": 4, "sink": 0, "recent": 0, "row_count": None, **header}
+    numbers = {
+        "id_bytes": 0,
+        "zero": 0,
+        "step": 0,
+        "block_tokens": 2,
+        "tokens": 4,
+        "sink": 0,
+        "recent": 0,
+        "row_count": None,
+        **header,
+    }
     rows = [(0, 2, 0)] if rows is None else rows
     table = HEADER.pack(
         MAGIC,
         VERSION,
         0,
         1,
+        numbers["id_bytes"],
+        numbers["zero"],
         numbers["step"],
         numbers["block_tokens"],
         numbers["tokens"],
@@ -154,7 +171,7 @@ def forged(
 
 
 def test_the_forger_can_write_a_sound_payload() -> None:
-    assert read(forged()).rows == (Row(0, 0, b"", (Block(b""), Block(b""))),)
+    assert read(forged()).rows == (Row(0, 0, b"", b"", (Block(b""), Block(b""))),)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +183,14 @@ def test_the_forger_can_write_a_sound_payload() -> None:
         ({"tokens": 2**32 - 1}, "out of bounds"),
         ({"tokens": 0, "rows": [(0, 0, 0)], "blocks": []}, "out of bounds"),
         ({"block_tokens": 0}, "out of bounds"),
+        *(({"id_bytes": size}, "out of bounds") for size in (1, 3, 5, 8, 255)),
+        ({"zero": 1}, "out of bounds"),
+        ({"id_bytes": 4}, "cut short"),
+        ({"id_bytes": 2, "tail": bytes(8)}, "damaged"),
+        (
+            {"id_bytes": 4, "tokens": 2**26, "block_tokens": 2**15, "rows": [(0, 2**11, 0)], "blocks": [0] * 2**11},
+            "cut",
+        ),
         ({"rows": [(0, 2**32 - 1, 0)]}, "cut short"),
         ({"rows": [(0, 2**32 - 1, 0)] * 50}, "cut short"),
         ({"rows": [(0, 1, 0)], "blocks": [0]}, "another number of blocks"),

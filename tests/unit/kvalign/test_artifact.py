@@ -90,8 +90,8 @@ def test_the_tensor_file_holds_no_more_than_it_says(folder: Path) -> None:
 # ---- changed by hand
 
 
-def _scale_mean(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["mean.keys.0-2"] = tensors["mean.keys.0-2"] + 1e-6
+def _move_intercept(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["intercept.keys.0-2"] = tensors["intercept.keys.0-2"] + 1e-6
 
 
 def _swap_tables(tensors: dict[str, torch.Tensor]) -> None:
@@ -102,7 +102,7 @@ def _flip_direction(tensors: dict[str, torch.Tensor]) -> None:
     tensors["directions.values.0-2"][3, 4] ^= 1
 
 
-@pytest.mark.parametrize("change", [_scale_mean, _swap_tables, _flip_direction])
+@pytest.mark.parametrize("change", [_move_intercept, _swap_tables, _flip_direction])
 def test_tensors_that_were_changed_are_refused_by_the_id(
     folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
 ) -> None:
@@ -150,10 +150,10 @@ def _set(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[
         (_drop("weights.keys.1"), r"lacks 'weights\.keys\.1'"),
         (_drop("inv_freq.2"), "rotary frequencies are missing"),
         (
-            _set("mean.keys.0-2", lambda x: x[:-1]),
+            _set("intercept.keys.0-2", lambda x: x[:-1]),
             r"group keys\.0-2 is torch\.float32 \(31,\), not torch\.float32 \(32,\)",
         ),
-        (_set("mean.keys.0-2", lambda x: x * float("nan")), r"group keys\.0-2 is not finite"),
+        (_set("intercept.keys.0-2", lambda x: x * float("nan")), r"group keys\.0-2 is not finite"),
         (_set("directions.values.0-2", lambda x: x.float()), r"not torch\.int8"),
         (_set("scales.keys.0-2", lambda x: x.flip(0)), r"scales of group keys\.0-2 do not fall"),
         (_set("weights.values.2", lambda x: x * 0), r"weight of group values\.0-2 is not positive definite"),
@@ -191,7 +191,7 @@ def _changed(config: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
         (("geometry",), [], "differ in layers"),
         (("geometry", 0, "kv_heads"), 10**9, "takes other features"),
         (("geometry", 0), "x", "do not fit"),
-        (("groups",), [], "not the keys of each layer in turn"),
+        (("groups",), [], "not the keys of each stored layer in turn"),
         (("groups", 0, "kind"), "values", "features|lacks|not the keys"),
         (("groups", 0, "kind"), "moods", "features|lacks|not the keys"),
         (("groups", 0, "start"), 4, "takes other features"),

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +132,18 @@ def test_the_target_is_met_on_held_out_text(finished: tuple[Conversion, Conversi
 def test_the_codec_works_on_the_models_caches(finished: tuple[Conversion, ConversionResult]) -> None:
     conversion, _ = finished
     model = load_model(conversion.source)
-    codec = load_artifact(conversion.out).codec()
+    codec = load_artifact(conversion.out).codec(model)
+    assert codec.shape.recomputed == 1
     tokens = torch.randint(97, 122, (1, 200), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         _, cache = run(model, tokens)
     low, high = codec.curve[0].ratio, codec.curve[-1].ratio
-    sizes = [codec.sizes(codec.encode(cache, ratio=ratio)).total for ratio in (low, 8, high)]
+    sizes = [codec.sizes(codec.encode(cache, input_ids=tokens, ratio=ratio)).total for ratio in (low, 8, high)]
     assert sizes == sorted(sizes, reverse=True)
     # A random model's features hardly depend on each other, so that half of their energy goes at this ratio.
     for step, most in ((None, 0.8), (-400, 1e-3)):
-        for layer, found in zip(cache.layers, codec.decode(codec.encode(cache, step=step), model).layers, strict=True):
+        decoded = codec.decode(codec.encode(cache, input_ids=tokens, step=step))
+        for layer, found in zip(cache.layers, decoded.layers, strict=True):
             assert (found.keys - layer.keys).norm() < most * layer.keys.norm()
 
 
@@ -167,8 +170,8 @@ def test_progress_goes_through_the_stages_in_order(finished: tuple[Conversion, C
         assert (told[0].done, told[0].total) == (0, 1)
         assert (told[-1].done, told[-1].total) == (1, 1)
         assert all(0 <= progress.done <= progress.total for progress in told)
-    passes = [progress.done for progress in conversion.told if progress.unit == "passes"]
-    assert passes == list(range(len(passes)))
+    # An eighth of the sixteen is kept aside.
+    assert [progress.done for progress in conversion.told if progress.unit == "sequences"] == list(range(15))
 
 
 def test_a_finished_conversion_is_not_done_again(finished: tuple[Conversion, ConversionResult], tmp_path: Path) -> None:
@@ -241,6 +244,63 @@ def test_other_weights_of_the_same_size_are_calibrated_anew(
     assert conversion.stages_told() == list(STAGES)
     artifact = load_artifact(conversion.out)
     assert artifact.base != load_artifact(finished[0].out).base
+
+
+# ---- recomputed layers
+
+
+def test_every_layer_is_stored_where_none_is_recomputed(conversion: Conversion) -> None:
+    conversion(codec={"ratio": 4, "recent_tokens": 8, "recomputed_layers": 0})
+    artifact = load_artifact(conversion.out)
+    assert artifact.shape.recomputed == 0
+    assert {stored.predictor.shape[0] for stored in artifact.groups} == {0}
+    with torch.no_grad():
+        _, cache = run(load_model(conversion.source), torch.arange(40)[None])
+    codec = artifact.codec()
+    assert codec.decode(codec.encode(cache)).get_seq_length() == 40
+
+
+def test_the_default_is_none_where_the_model_cannot_run_its_first_layers(
+    conversion: Conversion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvalign.recompute.works", lambda model, count: False)
+    conversion(codec={"ratio": 4, "recent_tokens": 8}, calibration={"tokens": 1024, "sequence_length": 128})
+    assert load_artifact(conversion.out).shape.recomputed == 0
+
+
+@pytest.mark.parametrize("wanted", [2, 3, 64])
+def test_at_least_one_layer_is_stored(conversion: Conversion, wanted: int) -> None:
+    with pytest.raises(ConfigInvalid, match=f"recomputed_layers is {wanted}; this model has 2 layers"):
+        conversion(codec={"ratio": 8, "recent_tokens": 8, "recomputed_layers": wanted})
+    assert not conversion.out.exists()
+
+
+def test_layers_that_the_model_cannot_run_alone_are_refused(
+    conversion: Conversion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_module("kvalign.convert"), "works", lambda model, count: False)
+    with pytest.raises(ConfigInvalid, match="first 1 layers of this model cannot be run by themselves"):
+        conversion(codec={"ratio": 8, "recent_tokens": 8, "recomputed_layers": 1})
+
+
+def test_other_counts_of_recomputed_layers_are_calibrated_anew(
+    conversion: Conversion, finished: tuple[Conversion, ConversionResult]
+) -> None:
+    shutil.copytree(finished[0].work, conversion.work)
+    conversion(codec={"ratio": 4, "recent_tokens": 8, "recomputed_layers": 0})
+    assert conversion.stages_told() == list(STAGES)
+
+
+@pytest.mark.parametrize("recomputed", [0, 1])
+def test_without_gradients_a_conversion_weighs_all_errors_alike(conversion: Conversion, recomputed: int) -> None:
+    result = conversion(
+        codec={"ratio": 4, "recent_tokens": 8, "recomputed_layers": recomputed},
+        calibration={"tokens": 1024, "sequence_length": 128, "metric": "none"},
+    )
+    assert result.report["calibration"]["metric"] == "none"
+    for stored in load_artifact(conversion.out).groups:
+        for weight in stored.weights:
+            torch.testing.assert_close(weight, weight[0, 0, 0] * torch.eye(8).expand_as(weight))
 
 
 # ---- refused
