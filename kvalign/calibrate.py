@@ -7,12 +7,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvalign.capture import CacheShape, Captured, CapturedGradients, capture, capture_with_gradients
+from kvalign.capture import CacheShape, CapturedGradients, capture, capture_with_gradients, capture_with_queries
+from kvalign.geometry import KINDS
 from kvalign.statistics import Statistics, feature_groups
 from kvalign.token_steps import shifts_by_attention, step_sizes
 from kvalign.windows import prefix_tokens
 
-Metric = Literal["gradient", "none"]
+Metric = Literal["gradient", "forward", "none"]
 
 _CHECKPOINT_SEQUENCES = 4
 
@@ -28,6 +29,7 @@ def calibrate(
     sink_tokens: int = 4,
     token_beta: float = 0.0,
     metric: Metric = "gradient",
+    layer_group_size: int | None = None,
 ) -> Statistics:
     """Sums over all sequences; goes on from `checkpoint` when it is there.
 
@@ -35,9 +37,11 @@ def calibrate(
     checkpoint   written every few sequences, atomically
     on_progress  called with (sequences done, sequences in all); what it raises stops the work
     sink_tokens  first tokens of each sequence, never coded and so left out
+    metric       of the sensitivity: by gradients, by what a forward pass shows, or none: all errors alike
+    layer_group_size  layers that share a basis; None: as many as a dense basis can hold
     token_beta   as the codec's: a token counts in the sensitivity by the square of the step it will have
     """
-    groups = feature_groups(shape.geometry, first=shape.recomputed)
+    groups = feature_groups(shape.geometry, layer_group_size, first=shape.recomputed)
     statistics = Statistics(groups, shape.geometry)
     if checkpoint.exists():
         statistics = Statistics.load(checkpoint, groups, shape.geometry)
@@ -45,26 +49,22 @@ def calibrate(
     for index in range(statistics.sequences, len(sequences)):
         # A generator for each sequence, so that a resumed run samples the same labels.
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-        captured, gradients = _pass(model, shape, sequences[index], generator, metric)
-        coded = slice(sink_tokens, None)
-        statistics.update({"keys": captured.keys[coded], "values": captured.values[coded]}, captured.features[coded])
-        if gradients is not None:
-            weights = _weights(gradients, sink_tokens, token_beta)
-            statistics.update_sensitivity(
-                {"keys": gradients.keys[coded], "values": gradients.values[coded]}, weights[coded]
-            )
+        tokens = sequences[index]
+        if metric == "gradient":
+            prefix = prefix_tokens(tokens.numel())
+            captured, gradients = capture_with_gradients(model, shape, tokens, prefix, generator)
+            weights = _weights(gradients, sink_tokens, token_beta)[sink_tokens:]
+            statistics.update_sensitivity({kind: gradients.of(kind)[sink_tokens:] for kind in KINDS}, weights)
+        elif metric == "forward":
+            captured, found = capture_with_queries(model, shape, tokens)
+            statistics.add_sensitivity({kind: found.of(kind) for kind in KINDS}, tokens.numel())
+        else:
+            captured = next(capture(model, shape, iter([tokens])))
+        statistics.update({kind: captured.of(kind)[sink_tokens:] for kind in KINDS}, captured.features[sink_tokens:])
         if statistics.sequences % _CHECKPOINT_SEQUENCES == 0:
             statistics.save(checkpoint)
         on_progress(statistics.sequences, len(sequences))
     return statistics
-
-
-def _pass(
-    model: Any, shape: CacheShape, tokens: Tensor, generator: torch.Generator, metric: Metric
-) -> tuple[Captured, CapturedGradients | None]:
-    if metric == "none":
-        return next(capture(model, shape, iter([tokens]))), None
-    return capture_with_gradients(model, shape, tokens, prefix_tokens(tokens.numel()), generator)
 
 
 def _weights(gradients: CapturedGradients, sink_tokens: int, token_beta: float) -> Tensor:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from kvalign.errors import SourceInvalid, SourceUnsupported
 from kvalign.geometry import KINDS, Geometry, Kind, LayerGeometry
 from kvalign.rope import NO_ROPE, Pairing, Rope
-from kvalign.watch import attention_input, joined_inputs, watch
+from kvalign.watch import attention_input, joined_inputs, output_projection, watch
 
 _FULL_CACHE_ONLY = "kvalign converts causal models whose every layer keeps a full KV cache."
 _PROBE_TOKENS = 12
@@ -299,6 +299,17 @@ class CapturedGradients:
         return self.keys if kind == "keys" else self.values
 
 
+@dataclass(frozen=True)
+class ForwardSensitivity:
+    """What a forward pass alone says an error in each head costs: per layer, [H, D, D] for keys and for values."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    def of(self, kind: Kind) -> list[Tensor]:
+        return self.keys if kind == "keys" else self.values
+
+
 def capture(model: Any, shape: CacheShape, sequences: Iterator[Tensor]) -> Iterator[Captured]:
     """Keys, values and features of each sequence ([T] int64); one forward pass each."""
     for tokens in sequences:
@@ -340,6 +351,47 @@ def capture_with_gradients(
         plain = _captured(cache, shape, seen)
     watched = [received for received in attention if received is not None]
     return plain, CapturedGradients(torch.cat(key_columns, dim=1), torch.cat(value_columns, dim=1), watched)
+
+
+@torch.no_grad()
+def capture_with_queries(model: Any, shape: CacheShape, tokens: Tensor) -> tuple[Captured, ForwardSensitivity]:
+    """As capture, with a stand-in for gradients where a backward pass does not fit.
+
+    An error dv in a value that a query gives the weight p moves the residual stream by p W dv, W the head's part of the
+    output projection; an error dk in a key moves it by p s (q . dk) W (v - mean v), s the scale on scores. Both are
+    taken relative to the stream behind the layer, p alike for all:
+
+        F_v = W^T W / |h|^2          F_k = s^2 E[q q^T] E|W (v - mean v)|^2 / |h|^2
+
+    summed over the queries of a KV head. One forward pass. Raises SourceUnsupported when queries or the output
+    projection of a layer cannot be seen.
+    """
+    cache = DynamicCache()
+    with watch(model, shape.recomputed - 1, kept=None) as watched:
+        kwargs = {cache_argument(model): cache}
+        hidden = model(
+            tokens[None], use_cache=True, logits_to_keep=1, output_hidden_states=True, **kwargs
+        ).hidden_states
+    positions = torch.arange(tokens.numel())
+    found = ForwardSensitivity([], [])
+    for index, (_, values) in enumerate(layer_tensors(cache)):
+        kept, projection = watched.queries(index), output_projection(model, index)
+        layer = shape.geometry.layers[index]
+        if kept is None or projection is None or projection.shape[1] != kept[0].shape[1] * layer.value_dim:
+            raise SourceUnsupported(
+                f"The queries or the output projection of layer {index} cannot be seen.",
+                "Set calibration.metric to gradient or none.",
+            )
+        queries = shape.ropes[index].undo(kept[0][0], positions, kept[0].dtype).unflatten(0, (layer.kv_heads, -1))
+        shares = projection.float().unflatten(1, (layer.kv_heads, -1, layer.value_dim)).permute(1, 2, 0, 3)
+        stream = hidden[index + 1][0].float().square().sum(-1).mean()
+        left = values[0].float() - values[0].float().mean(1, keepdim=True)
+        gram = shares.mT @ shares / stream  # [H, G, D, D]
+        moved = torch.einsum("hgde,htd,hte->hg", gram, left, left) / tokens.numel()
+        seen = torch.einsum("hgtd,hgte->hgde", queries, queries) / tokens.numel()
+        found.keys.append((kept[1] ** 2 * moved[:, :, None, None] * seen).sum(1))
+        found.values.append(gram.sum(1))
+    return _captured(cache, shape, watched.inputs), found
 
 
 def _captured(cache: Any, shape: CacheShape, seen: list[Tensor]) -> Captured:

@@ -115,21 +115,44 @@ class Codec:
         Padding holds zeros. Raises PayloadInvalid when the bytes are damaged or come from another codec.
         """
         payload = self._parsed(data)
-        dtype = DTYPES[payload.dtype_code]
-        device = getattr(self._model, "device", "cpu")
-        whole: list[tuple[Tensor, Tensor]] = []
-        for layer in self.shape.geometry.layers:
-            keys, values = (
-                torch.zeros(len(payload.rows), layer.kv_heads, payload.tokens, layer.head_dim(kind), dtype=dtype)
-                for kind in KINDS
-            )
-            whole.append((keys, values))
+        whole = self._empty(payload, len(payload.rows), payload.tokens)
         for index, row in enumerate(payload.rows):
-            self._decode_row(payload, row, [(keys[index], values[index]) for keys, values in whole])
+            held = [(keys[index, :, row.padding :], values[index, :, row.padding :]) for keys, values in whole]
+            self._decode_row(payload, row, 0, payload.tokens - row.padding, held)
         cache = DynamicCache()
         for index, (keys, values) in enumerate(whole):
-            cache.update(keys.to(device), values.to(device), index)
+            cache.update(keys, values, index)
         return cache
+
+    def decode_tokens(self, data: bytes, start: int, stop: int, *, row: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of tokens start..stop of one row, [1, H, stop - start, D] of each layer.
+
+        start, stop   counted from the row's first token that is not padding
+
+        Of the blocks only those that hold these tokens are decoded; where layers are recomputed, their model reads the
+        tokens up to stop. Raises ConfigInvalid for tokens that the row does not hold, PayloadInvalid as decode does.
+        """
+        payload = self._parsed(data)
+        if not 0 <= row < len(payload.rows) or not 0 <= start < stop <= payload.tokens - payload.rows[row].padding:
+            raise ConfigInvalid(
+                f"Tokens {start} to {stop} of row {row} are not in this payload of {len(payload.rows)} rows of at most"
+                f" {payload.tokens} tokens.",
+                "Ask for tokens that were encoded.",
+            )
+        found = self._empty(payload, 1, stop - start)
+        self._decode_row(payload, payload.rows[row], start, stop, [(keys[0], values[0]) for keys, values in found])
+        return found
+
+    def _empty(self, payload: container.Payload, rows: int, tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Zeros for keys and values of each layer, [rows, H, tokens, D], on the model's device."""
+        dtype, device = DTYPES[payload.dtype_code], getattr(self._model, "device", "cpu")
+        return [
+            (
+                torch.zeros(rows, layer.kv_heads, tokens, layer.key_dim, dtype=dtype, device=device),
+                torch.zeros(rows, layer.kv_heads, tokens, layer.value_dim, dtype=dtype, device=device),
+            )
+            for layer in self.shape.geometry.layers
+        ]
 
     @contextmanager
     def watch(self) -> Iterator[Watched]:
@@ -391,44 +414,62 @@ class Codec:
             )
         return payload
 
-    def _decode_row(self, payload: container.Payload, row: container.Row, whole: list[tuple[Tensor, Tensor]]) -> None:
-        """Write one row into `whole`: keys and values of each layer, [H, T, D] zeros in the cache's dtype."""
-        held = payload.tokens - row.padding
-        split = TokenSplit.of(held, payload.sink_tokens, payload.recent_tokens)
-        verbatim_dtype = DTYPES[payload.verbatim_dtype_code]
-        kept = verbatim.from_bytes(row.verbatim, self.shape.stored, split.verbatim, verbatim_dtype)
-        first = self._first_layers.run(self._ids(payload, row))
-        features = first.features if self.shape.recomputed else torch.zeros(held, 0)
-        body = self._decode_body(payload, row, split, verbatim_dtype, features[split.sink : split.sink + split.body])
-        start, sink = row.padding, split.sink
-        for part, kind in enumerate(KINDS):
-            for again, target in zip(first.layers, whole, strict=False):
-                target[part][:, start:] = again[part][0]
-            for layer, target in enumerate(whole[self.shape.recomputed :]):
-                plain, coded = kept[kind][layer], body[kind][layer]
-                if target[part].dtype == torch.float16:
-                    # What rounding carries past the largest number of the dtype must not become infinite.
-                    limit = torch.finfo(torch.float16).max
-                    coded = coded.clamp(-limit, limit)
-                target[part][:, start : start + sink] = plain[:, :sink]
-                target[part][:, start + sink : start + sink + split.body] = coded
-                target[part][:, start + sink + split.body :] = plain[:, sink:]
-
-    def _decode_body(
+    def _decode_row(
         self,
         payload: container.Payload,
         row: container.Row,
-        split: TokenSplit,
-        verbatim_dtype: torch.dtype,
-        features: Tensor,
+        start: int,
+        stop: int,
+        whole: list[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Write tokens start..stop of a row into `whole`: keys and values of each layer, [H, stop - start, D]."""
+        split = TokenSplit.of(payload.tokens - row.padding, payload.sink_tokens, payload.recent_tokens)
+        recent = split.sink + split.body
+        verbatim_dtype = DTYPES[payload.verbatim_dtype_code]
+        kept = verbatim.from_bytes(row.verbatim, self.shape.stored, split.verbatim, verbatim_dtype)
+        first = self._first_layers.run(self._ids(payload, row)[:stop])
+        body = slice(max(start, split.sink), min(stop, recent))
+        coded_from = body.start - (body.start - split.sink) % payload.block_tokens
+        coded = (
+            self._decode_body(payload, row, coded_from, body.stop, first.features) if body.start < body.stop else None
+        )
+        for part, kind in enumerate(KINDS):
+            for again, target in zip(first.layers, whole, strict=False):
+                target[part].copy_(again[part][0, :, start:])
+            for layer, target in enumerate(whole[self.shape.recomputed :]):
+                out, plain = target[part], kept[kind][layer]
+                out[:, : max(0, split.sink - start)] = plain[:, start : min(stop, split.sink)]
+                if coded is not None:
+                    x = coded[kind][layer][:, body.start - coded_from : body.stop - coded_from]
+                    if out.dtype == torch.float16:
+                        # What rounding carries past the largest number of the dtype must not become infinite.
+                        limit = torch.finfo(torch.float16).max
+                        x = x.clamp(-limit, limit)
+                    out[:, body.start - start : body.stop - start] = x
+                if stop > recent:
+                    behind = max(start, recent)
+                    out[:, behind - start :] = plain[:, split.sink + behind - recent : split.sink + stop - recent]
+
+    def _decode_body(
+        self, payload: container.Payload, row: container.Row, start: int, stop: int, features: Tensor
     ) -> dict[Kind, list[Tensor]]:
-        """Body tokens as float32 keys (rotated) and values of each stored layer, [H, T, D]."""
-        spans = _spans(split.body, payload.block_tokens)
-        shifts = np.zeros(split.body, dtype=np.int8)
-        for span, block in zip(spans, row.blocks, strict=True):
+        """Body tokens from `start`, where a block begins, to the end of the block that holds `stop` - 1.
+
+        features   [T, F] of the row's tokens up to `stop` at least; may be [0, 0] when no layer is recomputed
+        returns    keys (rotated) and values of each stored layer, [H, T, D]; what lies behind `stop` is of no use
+        """
+        split = TokenSplit.of(payload.tokens - row.padding, payload.sink_tokens, payload.recent_tokens)
+        every = _spans(split.body, payload.block_tokens)
+        numbers = range((start - split.sink) // payload.block_tokens, -(-(stop - split.sink) // payload.block_tokens))
+        first = every[numbers.start].start
+        spans = [slice(every[n].start - first, every[n].stop - first) for n in numbers]
+        blocks = [row.blocks[n] for n in numbers]
+        tokens = spans[-1].stop
+        shifts = np.zeros(tokens, dtype=np.int8)
+        for span, block in zip(spans, blocks, strict=True):
             if block.shifts:
                 shifts[span] = np.frombuffer(block.shifts, dtype=np.int8)
-        if shifts.size and not FINEST_SHIFT <= shifts.min() <= shifts.max() <= COARSEST_SHIFT:
+        if not FINEST_SHIFT <= shifts.min() <= shifts.max() <= COARSEST_SHIFT:
             raise PayloadInvalid("A token's step in the payload is shifted out of bounds.", _FETCH_AGAIN)
         dtype = DTYPES[payload.dtype_code]
         transforms = self._transforms_for(dtype)
@@ -441,17 +482,22 @@ class Codec:
             if not block.raw:
                 coefficients[span] = dequantize(self._coder.decode(block.data, classes[span]), sizes[span])
 
-        _in_threads(decode, list(zip(spans, row.blocks, strict=True)))
-        positions = torch.arange(split.body) + row.position + split.sink
+        _in_threads(decode, list(zip(spans, blocks, strict=True)))
+        known = torch.zeros(tokens, transforms[0].features)
+        if known.shape[1]:
+            seen = features[start : start + tokens]
+            known[: seen.shape[0]] = seen
+        positions = torch.arange(tokens) + row.position + start
         coded: dict[Kind, list[Tensor]] = {kind: [] for kind in KINDS}
         column = 0
         for transform, count in zip(transforms, counts, strict=True):
             y = torch.from_numpy(coefficients[:, column : column + count])
             column += count
             group = transform.group
-            x = transform.tokens(y, features)
+            x = transform.tokens(y, known)
             coded[group.kind] += head_tensors(x, group.kind, self.shape, group.first_layer, positions, dtype)
-        for span, block in zip(spans, row.blocks, strict=True):
+        verbatim_dtype = DTYPES[payload.verbatim_dtype_code]
+        for span, block in zip(spans, blocks, strict=True):
             if block.raw:
                 plain = verbatim.from_bytes(block.data, self.shape.stored, span.stop - span.start, verbatim_dtype)
                 for kind in KINDS:

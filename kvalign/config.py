@@ -80,6 +80,8 @@ class CodecOptions(_Section):
     recent_tokens: int = Field(default=64, ge=0, le=4096)
     # None: one layer in ten, where the model can run its first layers alone.
     recomputed_layers: int | None = Field(default=None, ge=0, le=64)
+    # None: as many layers share a basis as keep it within 8,192 numbers of a token.
+    layer_group_size: int | None = Field(default=None, ge=1, le=1024)
     resident_bits: float = Field(default=4.0, ge=1.0, le=8.0)
 
     @model_validator(mode="before")
@@ -104,12 +106,12 @@ class CodecOptions(_Section):
 
 
 class Calibration(_Section):
-    """The text that the codec is fitted on, and how errors are weighed: by gradients, or all alike."""
+    """The text that the codec is fitted on, and how errors are weighed: by gradients, by a stand-in, or all alike."""
 
     dataset: str = BUILTIN_DATASET
     tokens: int = Field(default=32_768, ge=1024, le=4_194_304)
     sequence_length: int = Field(default=1024, ge=64, le=32_768)
-    metric: Literal["gradient", "none"] = "gradient"
+    metric: Literal["gradient", "forward", "none"] = "gradient"
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
 
 

@@ -167,6 +167,7 @@ class _Conversion:
             "calibration_text": fingerprint(self._calibration_documents),
             "sink_tokens": self._config.codec.sink_tokens,
             "recomputed_layers": self._config.codec.recomputed_layers,
+            "layer_group_size": self._config.codec.layer_group_size,
         }
 
     def run(self, stages: Stages, base: BaseModel) -> tuple[Artifact, dict[str, Any]]:
@@ -198,6 +199,7 @@ class _Conversion:
             sink_tokens=self._config.codec.sink_tokens,
             token_beta=TOKEN_BETA,
             metric=self._config.calibration.metric,
+            layer_group_size=self._config.codec.layer_group_size,
             checkpoint=folder / _STATISTICS_NAME,
             on_progress=lambda done, total: stages.tell("calibrate", done, total, "sequences"),
         )
@@ -205,7 +207,7 @@ class _Conversion:
 
     def _load_statistics(self, folder: Path) -> Statistics:
         geometry = self._shape.geometry
-        groups = feature_groups(geometry, first=self._shape.recomputed)
+        groups = feature_groups(geometry, self._config.codec.layer_group_size, first=self._shape.recomputed)
         return Statistics.load(folder / _STATISTICS_NAME, groups, geometry)
 
     def _fit(self, aligned: Aligned, base: BaseModel, folder: Path) -> None:

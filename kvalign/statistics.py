@@ -148,6 +148,14 @@ class Statistics:
                 self.sensitivity[name] = self.sensitivity.get(name, 0) + outer
         self.gradient_weight += float(weights.sum())
 
+    def add_sensitivity(self, matrices: dict[Kind, list[Tensor]], weight: float) -> None:
+        """Add one sequence's mean matrices, per kind and layer [H, D, D], over tokens of that weight in all."""
+        for kind in KINDS:
+            for index, matrix in enumerate(matrices[kind]):
+                name = f"{kind}.{index}"
+                self.sensitivity[name] = self.sensitivity.get(name, 0) + weight * matrix
+        self.gradient_weight += weight
+
     def cross_covariance(self, group: FeatureGroup) -> Tensor:
         """Of features and a group, [F, P]: about the means, divided by the count."""
         assert self.features is not None

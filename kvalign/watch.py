@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.pytorch_utils import Conv1D
 
 KEPT_QUERIES = 64
 _NAME = "kvalign_watched_sdpa"
@@ -22,9 +23,11 @@ class Watched:
     """The last KEPT_QUERIES queries of each layer, rotated, as attention saw them.
 
     inputs  [B, T, F] float32 for each pass: what entered the attention of the layer asked for
+    kept    queries to keep; None: all
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: int | None = KEPT_QUERIES) -> None:
+        self._kept = kept
         self.inputs: list[Tensor] = []
         self._queries: dict[int, Tensor] = {}
         self._scaling: dict[int, float] = {}
@@ -42,11 +45,16 @@ class Watched:
     def record(self, layer: int, queries: Tensor, scaling: float | None) -> None:
         """queries [B, QH, T, D], of the newest T tokens."""
         kept = self._queries.get(layer)
-        newest = queries.detach()[:, :, -KEPT_QUERIES:]
-        if kept is not None and newest.shape[2] < KEPT_QUERIES and kept.shape[0] == newest.shape[0]:
-            newest = torch.cat([kept, newest], dim=2)[:, :, -KEPT_QUERIES:]
+        most = self._kept or 1 << 30
+        newest = queries.detach()[:, :, -most:]
+        if kept is not None and newest.shape[2] < most and kept.shape[0] == newest.shape[0]:
+            newest = torch.cat([kept, newest], dim=2)[:, :, -most:]
         self._queries[layer] = newest.clone()
         self._scaling[layer] = scaling if scaling is not None else queries.shape[-1] ** -0.5
+
+    def queries(self, layer: int) -> tuple[Tensor, float] | None:
+        """The kept queries of a layer, [B, QH, T, D], rotated, and the scale on their scores; None: not watched."""
+        return (self._queries[layer], self._scaling[layer]) if layer in self._queries else None
 
     def attention(self, layer: int, keys: Tensor, row: int, padding: int) -> Tensor | None:
         """Mean over query heads and kept queries of the squared attention that each token received: [T] float32.
@@ -70,14 +78,15 @@ class Watched:
 
 
 @contextmanager
-def watch(model: Any, input_of: int = -1) -> Iterator[Watched]:
+def watch(model: Any, input_of: int = -1, *, kept: int | None = KEPT_QUERIES) -> Iterator[Watched]:
     """While the block runs, the model's attention leaves its last queries in what this yields.
 
     input_of   layer whose attention's input is kept too; -1: none
+    kept       how many of the last queries; None: all
 
     Queries come with the attention implementation `sdpa`; another one is left alone, and nothing is recorded.
     """
-    watched = Watched()
+    watched = Watched(kept)
     with attention_input(model, input_of) as watched.inputs, _recorded_queries(model, watched):
         yield watched
 
@@ -119,7 +128,7 @@ def attention_input(model: Any, layer: int) -> Iterator[list[Tensor]]:
         if isinstance(hidden, Tensor) and hidden.dim() == 3:
             seen.append(hidden.detach().float().cpu())
 
-    module = _attention(model, layer)
+    module = attention_module(model, layer)
     if module is None:
         yield seen
         return
@@ -135,7 +144,22 @@ def joined_inputs(seen: list[Tensor], tokens: int) -> Tensor:
     return torch.cat(seen, dim=1) if seen else torch.zeros(1, tokens, 0)
 
 
-def _attention(model: Any, layer: int) -> nn.Module | None:
+def output_projection(model: Any, layer: int) -> Tensor | None:
+    """What a layer's attention multiplies its heads' outputs by, [hidden, QH x D]; None where none can be told.
+
+    It is the last of the module's projections, in every family that transformers' attention interface serves.
+    """
+    module = attention_module(model, layer)
+    children = list(module.children()) if module is not None else []
+    projections = [child for child in children if isinstance(child, nn.Linear | Conv1D)]
+    if not projections:
+        return None
+    weight = projections[-1].weight.detach()
+    # transformers' Conv1D, as in GPT-2, holds the transpose of a Linear.
+    return weight.T if isinstance(projections[-1], Conv1D) else weight
+
+
+def attention_module(model: Any, layer: int) -> nn.Module | None:
     """The attention module of a layer: the first that names its index and holds projections of its own."""
     if layer < 0:
         return None
