@@ -28,7 +28,7 @@ from kvalign.entropy.rans import BlockCoder
 from kvalign.errors import ConfigInvalid, PayloadInvalid
 from kvalign.geometry import KINDS, Kind, TokenSplit
 from kvalign.quantize import LARGEST_SYMBOL, STEP_LIMIT, dequantize, quantize
-from kvalign.recompute import FirstLayers, same_tokens
+from kvalign.recompute import FirstLayers, Recomputed, same_tokens
 from kvalign.token_steps import COARSEST_SHIFT, FINEST_SHIFT, shift_bytes, shifts_by_attention, step_sizes
 from kvalign.transform import Transform, token_classes
 from kvalign.watch import Watched, watch
@@ -214,6 +214,9 @@ class Codec:
         tensors = layer_tensors(cache)
         self._check_cache(tensors)
         first = tensors[0][0]
+        paddings = _left_padding(attention_mask, first.shape[0], first.shape[2])
+        if not container.padding_is_bounded(first.shape[2], paddings):
+            raise ConfigInvalid("The batch is almost nothing but padding.", "Crop the padding that all rows share.")
         verbatim_dtype = verbatim.verbatim_dtype(tensors)
         ids = self._checked_ids(input_ids, first.shape[0], first.shape[2])
         id_bytes = 0 if ids is None else _id_bytes(ids)
@@ -228,7 +231,7 @@ class Codec:
                 None if ids is None else ids[row, padding:],
                 id_bytes,
             )
-            for row, padding in enumerate(_left_padding(attention_mask, first.shape[0], first.shape[2]))
+            for row, padding in enumerate(paddings)
         ]
         return container.Payload(
             codec_id=self.codec_id,
@@ -294,7 +297,7 @@ class Codec:
             return torch.zeros(tokens - padding, 0)
         known = watched.features(row, padding, tokens) if watched is not None else None
         # With features at hand, the first layer alone tells whether the ids are the cache's.
-        again = (self._first_layers if known is None else self._first_layer).run(ids)
+        again = self._recomputed(self._first_layers if known is None else self._first_layer, ids)
         cached = [(keys[row : row + 1, :, padding:], values[row : row + 1, :, padding:]) for keys, values in tensors]
         if not same_tokens(again.layers, cached):
             raise ConfigInvalid(
@@ -427,7 +430,7 @@ class Codec:
         recent = split.sink + split.body
         verbatim_dtype = DTYPES[payload.verbatim_dtype_code]
         kept = verbatim.from_bytes(row.verbatim, self.shape.stored, split.verbatim, verbatim_dtype)
-        first = self._first_layers.run(self._ids(payload, row)[:stop])
+        first = self._recomputed(self._first_layers, self._ids(payload, row)[:stop])
         body = slice(max(start, split.sink), min(stop, recent))
         coded_from = body.start - (body.start - split.sink) % payload.block_tokens
         coded = (
@@ -513,6 +516,12 @@ class Codec:
         if row.position or (ids.numel() and int(ids.max()) >= self._first_layers.vocabulary):
             raise PayloadInvalid("A row of the payload names tokens that the model does not know.", _FETCH_AGAIN)
         return ids
+
+    def _recomputed(self, layers: FirstLayers, ids: Tensor) -> Recomputed:
+        """What a row's ids give, [T]; a row of padding alone holds none, and no model runs on none."""
+        if not ids.numel():
+            return Recomputed([], torch.zeros(0, self.transforms[0].features))
+        return layers.run(ids)
 
     @cached_property
     def _first_layers(self) -> FirstLayers:

@@ -4,6 +4,9 @@ A transposed or mis-scaled basis cannot hide here, as it could among independent
 """
 
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +16,8 @@ from kvalign import fit
 from kvalign.accounting import PayloadSizes
 from kvalign.align.basis import fit_basis, head_weights
 from kvalign.artifact import Artifact, BaseModel, StoredGroup
-from kvalign.capture import CacheShape, Captured
+from kvalign.calibrate import calibrate
+from kvalign.capture import CacheShape, Captured, capture, measure_shape
 from kvalign.curve import OperatingPoint
 from kvalign.evaluate.metrics import Divergence
 from kvalign.evaluate.protocol import PreparedWindow, Trial
@@ -103,22 +107,56 @@ def fitted(
     for seed in range(4):
         statistics.update(source.features(256, 10_000 + seed), torch.zeros(256, 0))
         statistics.update_sensitivity(gradients.features(64, 20_000 + seed), torch.ones(64))
-    weights = head_weights(statistics)
-    bases = [fit_basis(statistics, group, weights[group.name]) for group in statistics.groups]
     held_out = source.features(256, 30_000)
     kept_aside = [Captured(held_out["keys"], held_out["values"], torch.zeros(256, 0))]
+    return _artifact(shape, statistics, kept_aside, sink_tokens, recent_tokens)
+
+
+def fitted_to(model: Any, *, recomputed: int = 1, sink_tokens: int = 2, recent_tokens: int = 3) -> Artifact:
+    """A codec calibrated on a model's reading of random tokens, of full rank, recommended where it promises 8 : 1."""
+    shape = replace(measure_shape(model), recomputed=recomputed)
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(256, (200,), generator=generator) for _ in range(4)]
+    with TemporaryDirectory() as folder:
+        statistics = calibrate(
+            model,
+            shape,
+            sequences[:3],
+            seed=0,
+            checkpoint=Path(folder) / "statistics.safetensors",
+            on_progress=lambda done, total: None,
+            sink_tokens=sink_tokens,
+            token_beta=0.4,
+        )
+    kept_aside = list(capture(model, shape, iter(sequences[3:])))
+    return _artifact(shape, statistics, kept_aside, sink_tokens, recent_tokens, ratio=8.0)
+
+
+def _artifact(
+    shape: CacheShape,
+    statistics: Statistics,
+    kept_aside: list[Captured],
+    sink_tokens: int,
+    recent_tokens: int,
+    *,
+    ratio: float | None = None,
+) -> Artifact:
+    """Recommended at step -10, or at the step that promises a ratio of the stored layers."""
+    weights = head_weights(statistics)
+    bases = [fit_basis(statistics, group, weights[group.name]) for group in statistics.groups]
     transforms, orders = fit.full_transforms(bases, kept_aside, sink_tokens)
+    step = fit.expected_step(transforms, shape.stored, ratio) if ratio else -10
     return Artifact(
         base=BaseModel("org/model", "c" * 40, "llama", "0" * 64, {"model.safetensors": ("1" * 64, 1234)}),
         shape=shape,
         groups=tuple(
-            StoredGroup.of(basis, transform.scales, order, torch.zeros(0))
+            StoredGroup.of(basis, transform.scales, order, fit.feature_deviation(kept_aside))
             for basis, transform, order in zip(bases, transforms, orders, strict=True)
         ),
-        tables=fit.fit_tables(transforms, kept_aside, sink_tokens, -10),
+        tables=fit.fit_tables(transforms, kept_aside, sink_tokens, step),
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,
-        recommended_step=-10,
+        recommended_step=step,
         token_beta=0.4,
         curve=CURVE,
     )

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from synthetic import CacheSource, fitted, with_other_id
+from synthetic import CacheSource, fitted, fitted_to, with_other_id
+from torch import Tensor
 
-from kvalign.artifact import CONFIG_NAME, TENSORS_NAME, Artifact, BaseModel, load_artifact
-from kvalign.capture import CacheShape
+from kvalign.align.basis import fit_basis, head_weights
+from kvalign.artifact import CONFIG_NAME, TENSORS_NAME, Artifact, BaseModel, StoredGroup, load_artifact
+from kvalign.capture import CacheShape, run
 from kvalign.errors import ArtifactInvalid, PayloadInvalid
 from kvalign.rope import Rope
+from kvalign.statistics import Statistics, feature_groups
 
 
 @pytest.fixture
@@ -220,7 +223,9 @@ def test_configs_that_were_changed_are_refused_by_name(folder: Path, path: Any, 
         load_artifact(folder)
 
 
-@pytest.mark.parametrize("name", ["base", "geometry", "ropes", "groups", "recommended_step", "token_beta"])
+@pytest.mark.parametrize(
+    "name", ["base", "geometry", "recomputed_layers", "ropes", "groups", "recommended_step", "token_beta"]
+)
 def test_what_a_config_lacks_is_named(folder: Path, name: str) -> None:
     config = json.loads((folder / CONFIG_NAME).read_text())
     del config[name]
@@ -252,6 +257,153 @@ def test_a_grouped_codec_comes_back(source: CacheSource, tmp_path: Path) -> None
     assert [stored.group.name for stored in loaded.groups] == ["keys.0-1", "keys.2-2", "values.0-1", "values.2-2"]
     with pytest.raises(PayloadInvalid, match="made by codec"):
         fitted(source).codec().decode(loaded.codec().encode(source.cache(10)))
+
+
+# ---- recomputed layers
+
+
+@pytest.fixture(scope="module")
+def recomputed(tiny_model: Callable[[str], Any]) -> Artifact:
+    return fitted_to(tiny_model("smollm3"), recomputed=2)
+
+
+@pytest.fixture
+def recomputed_folder(recomputed: Artifact, tmp_path: Path) -> Path:
+    recomputed.save(tmp_path)
+    return tmp_path
+
+
+def test_a_codec_that_predicts_comes_back(
+    recomputed: Artifact, recomputed_folder: Path, tiny_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    loaded = load_artifact(recomputed_folder)
+    assert (loaded.codec_id, loaded.shape.recomputed) == (recomputed.codec_id, 2)
+    for found, wanted in zip(loaded.groups, recomputed.groups, strict=True):
+        assert found.group.first_layer == 2
+        assert found.predictor.dtype == torch.int8
+        assert found.predictor.shape == (32, found.group.width)
+        assert found.predictor.any()
+        for name in ("predictor", "feature_scale", "predictor_scale", "intercept"):
+            assert torch.equal(getattr(found, name), getattr(wanted, name))
+    ids = torch.arange(60)[None]
+    with torch.no_grad():
+        _, cache = run(tiny_model("smollm3"), ids)
+    data = recomputed.codec(tiny_model("smollm3")).encode(cache, input_ids=ids)
+    assert loaded.codec(tiny_model("smollm3")).encode(cache, input_ids=ids) == data
+    loaded.save(tmp_path / "again")
+    for name in (CONFIG_NAME, TENSORS_NAME):
+        assert (tmp_path / "again" / name).read_bytes() == (recomputed_folder / name).read_bytes()
+    assert loaded.cut(recomputed.recommended_step).groups[0].predictor.shape == loaded.groups[0].predictor.shape
+
+
+def test_the_id_says_what_is_recomputed_and_what_it_predicts(recomputed: Artifact) -> None:
+    """A payload means something else under another of them."""
+    first, *others = recomputed.groups
+    ids = {
+        recomputed.codec_id,
+        replace(recomputed, shape=replace(recomputed.shape, recomputed=1)).codec_id,
+        *(
+            replace(recomputed, groups=(replace(first, **{name: getattr(first, name) + 1}), *others)).codec_id
+            for name in ("predictor", "feature_scale", "predictor_scale")
+        ),
+    }
+    assert len(ids) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_drop("predictor.keys.2-3"), r"lacks 'predictor\.keys\.2-3'"),
+        (_drop("feature_scale.keys.2-3"), r"lacks 'feature_scale\.keys\.2-3'"),
+        (_drop("predictor_scale.values.2-3"), r"lacks 'predictor_scale\.values\.2-3'"),
+        (_set("predictor.keys.2-3", lambda x: x.float()), r"torch\.float32 \(32, 32\), not torch\.int8"),
+        (_set("predictor.keys.2-3", lambda x: x[:, 1:]), r"int8 \(32, 31\), not torch\.int8 \(32, 32\)"),
+        (_set("predictor.keys.2-3", lambda x: x[1:]), r"float32 \(32,\), not torch\.float32 \(31,\)"),
+        (_set("feature_scale.values.2-3", lambda x: x[1:]), r"float32 \(31,\), not torch\.float32 \(32,\)"),
+        (_set("predictor_scale.values.2-3", lambda x: x[1:]), r"float32 \(31,\), not torch\.float32 \(32,\)"),
+        (_set("feature_scale.keys.2-3", lambda x: x * float("inf")), r"group keys\.2-3 is not finite"),
+        (_set("predictor_scale.keys.2-3", lambda x: x * float("nan")), r"group keys\.2-3 is not finite"),
+        (_set("predictor.keys.2-3", lambda x: x ^ 1), "codec_id"),
+        (_set("feature_scale.keys.2-3", lambda x: 2 * x), "codec_id"),
+        (_set("predictor_scale.keys.2-3", lambda x: 2 * x), "codec_id"),
+    ],
+)
+def test_predictions_that_cannot_be_are_named(
+    recomputed_folder: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
+) -> None:
+    edit_tensors(recomputed_folder, change)
+    with pytest.raises(ArtifactInvalid, match=message):
+        load_artifact(recomputed_folder)
+
+
+def _features(name: str, count: int) -> Callable[[dict[str, Tensor]], None]:
+    """One group predicted from so many features, its parts fitting each other."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"predictor.{name}"] = tensors[f"predictor.{name}"][:count].contiguous()
+        tensors[f"feature_scale.{name}"] = tensors[f"feature_scale.{name}"][:count].contiguous()
+
+    return change
+
+
+@pytest.mark.parametrize("count", [0, 31])
+def test_groups_that_are_predicted_from_different_features_are_refused(recomputed_folder: Path, count: int) -> None:
+    edit_tensors(recomputed_folder, _features("keys.2-3", count))
+    with pytest.raises(ArtifactInvalid, match="predicted from different features"):
+        load_artifact(recomputed_folder)
+
+
+def test_groups_that_are_predicted_from_nothing_are_refused(recomputed_folder: Path) -> None:
+    for name in ("keys.2-3", "values.2-3"):
+        edit_tensors(recomputed_folder, _features(name, 0))
+    with pytest.raises(ArtifactInvalid, match="predicted from different features"):
+        load_artifact(recomputed_folder)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1, "not the keys of each stored layer in turn"),
+        (0, "not the keys of each stored layer in turn"),
+        (3, "not the keys of each stored layer in turn"),
+        (4, "recomputed_layers is 4, outside 0 to 3"),
+        (-1, "recomputed_layers is -1, outside 0 to 3"),
+        (True, "recomputed_layers is 'True', not a number"),
+        ("2", "recomputed_layers is '2', not a number"),
+        (None, "not a number"),
+    ],
+)
+def test_other_counts_of_recomputed_layers_are_refused(recomputed_folder: Path, value: Any, message: str) -> None:
+    edit_config(recomputed_folder, recomputed_layers=value)
+    with pytest.raises(ArtifactInvalid, match=message):
+        load_artifact(recomputed_folder)
+
+
+def test_a_codec_without_features_recomputes_nothing(folder: Path) -> None:
+    """One layer fewer in the groups would be seen before; here the first layer is in them."""
+    edit_config(folder, recomputed_layers=1)
+    with pytest.raises(ArtifactInvalid, match="not the keys of each stored layer in turn"):
+        load_artifact(folder)
+
+
+def test_rounding_of_the_predictor_costs_each_feature_alike(source: CacheSource) -> None:
+    """A feature a thousand times as wide has a thousandth of the weight, and is rounded as finely."""
+    geometry = source.shape.geometry
+    generator = torch.Generator().manual_seed(3)
+    f = torch.randn(2000, 4, generator=generator) * torch.tensor([1e-3, 1.0, 1.0, 1e3])
+    B = torch.randn(4, geometry.width("keys"), generator=generator) / f.std(0)[:, None]
+    x = source.features(2000, 0)
+    statistics = Statistics(feature_groups(geometry), geometry)
+    statistics.update({"keys": x["keys"] + f @ B, "values": x["values"]}, f)
+    group = statistics.groups[0]
+    basis = fit_basis(statistics, group, head_weights(statistics)[group.name])
+    # The ridge is a share of the mean variance, so that the narrow feature predicts nothing: it is put back here.
+    basis = replace(basis, predictor=B)
+    width = group.width
+    stored = StoredGroup.of(basis, torch.zeros(width, dtype=torch.int16).numpy(), torch.arange(width), f.std(0))
+    again = stored.transform().synthesis[:4]
+    # An int8 of the largest of a column: 1/254 of it at most, for a feature at its deviation.
+    assert ((again - B) * f.std(0)[:, None]).abs().max() <= (B * f.std(0)[:, None]).abs().max() / 254 * 1.01
 
 
 # ---- the base model

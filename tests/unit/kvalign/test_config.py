@@ -28,7 +28,7 @@ def test_defaults() -> None:
     assert (config.codec.max_kl, config.codec.ratio) == (0.02, None)
     assert (config.codec.sink_tokens, config.codec.recent_tokens, config.codec.resident_bits) == (4, 64, 4.0)
     assert config.calibration.dataset == config.validation.dataset == BUILTIN_DATASET
-    assert config.codec.recomputed_layers is None
+    assert config.codec.recomputed_layers is config.codec.layer_group_size is None
     assert (config.calibration.tokens, config.calibration.sequence_length, config.calibration.seed) == (32_768, 1024, 0)
     assert config.calibration.metric == "gradient"
     assert (config.validation.windows, config.validation.gate.max_kl, config.validation.gate.min_top1) == (
@@ -85,6 +85,7 @@ def test_two_targets_are_refused() -> None:
         ("codec.sink_tokens", (0, 64), (-1, 65, 1.5)),
         ("codec.recent_tokens", (0, 4096), (-1, 4097)),
         ("codec.recomputed_layers", (0, 64), (-1, 65, 1.5)),
+        ("codec.layer_group_size", (1, 1024), (0, 1025)),
         ("codec.resident_bits", (4,), (0.9, 8.1)),
         ("calibration.tokens", (1024, 4_194_304), (1023, 4_194_305)),
         ("calibration.sequence_length", (64, 32_768), (63, 32_769)),
@@ -112,14 +113,14 @@ def test_bounds(path: str, inside: tuple[float, ...], outside: tuple[float, ...]
             with_value(value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("metric", ["gradient", "none"])
+@pytest.mark.parametrize("metric", ["gradient", "forward", "none"])
 def test_metrics_that_are_known(metric: str) -> None:
     assert parse(calibration={"metric": metric}).calibration.metric == metric
 
 
 @pytest.mark.parametrize("metric", ["", "fisher", None, 0, True])
 def test_other_metrics_are_refused(metric: Any) -> None:
-    with pytest.raises(ConfigInvalid, match=r"calibration\.metric: Input should be 'gradient' or 'none'"):
+    with pytest.raises(ConfigInvalid, match=r"calibration\.metric: Input should be 'gradient', 'forward' or 'none'"):
         parse(calibration={"metric": metric})
 
 

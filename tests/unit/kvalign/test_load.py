@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from synthetic import CacheSource, fitted
+from synthetic import CacheSource, fitted, fitted_to
 
 from kvalign.accounting import raw_bytes
 from kvalign.artifact import Artifact, BaseModel
@@ -60,6 +60,21 @@ def test_layout_full_loads_from_one_folder(full: Path, artifact_of_llama: Artifa
     with torch.no_grad():
         _, cache = run(model, prompt_tokens(tokenizer, PROMPT))
     assert codec.decode(codec.encode(cache)).get_seq_length() == cache.get_seq_length()
+
+
+def test_a_codec_that_recomputes_layers_is_loaded_with_its_model(
+    tiny_folder: Folders, tiny_model: Callable[[str], Any], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder("llama"), tmp_path / "full"))
+    base = BaseModel.of(folder, repo="org/llama", commit="c" * 40)
+    replace(fitted_to(tiny_model("llama")), base=base).save(folder)
+    model, tokenizer, codec = load(folder)
+    ids = prompt_tokens(tokenizer, PROMPT)
+    with torch.no_grad(), codec.watch() as watched:
+        _, cache = run(model, ids)
+    data = codec.encode(cache, input_ids=ids, watched=watched)
+    assert codec.decode(data).get_seq_length() == ids.shape[1]
+    assert continue_prompt(model, tokenizer, codec, PROMPT, max_new_tokens=2, step=-20).text is not None
 
 
 def test_layout_codec_loads_with_its_base(bare: Path, tiny_folder: Folders) -> None:

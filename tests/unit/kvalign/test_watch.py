@@ -97,6 +97,39 @@ def test_nothing_is_left_behind(tiny_model: Models) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi"])
+def test_inputs_are_what_enters_one_layers_attention(tiny_model: Models, family: str, layer: int) -> None:
+    model, tokens = tiny_model(family), some_tokens(2, 30)
+    entered: list[Tensor] = []
+    norms = [model.model.layers[layer].input_layernorm] if family != "gpt2" else [model.transformer.h[layer].ln_1]
+    handles = [norm.register_forward_hook(lambda module, args, out: entered.append(out)) for norm in norms]
+    with torch.no_grad(), watch(model, layer) as watched:
+        _, cache = run(model, tokens[:, :20])
+        run(model, tokens[:, 20:], cache)
+    for handle in handles:
+        handle.remove()
+    assert [found.shape for found in watched.inputs] == [(2, 20, 32), (2, 10, 32)]
+    for row in (0, 1):
+        features = watched.features(row, 3, 30)
+        assert features is not None
+        assert torch.equal(features, torch.cat(entered, dim=1)[row, 3:])
+
+
+def test_inputs_are_kept_only_where_they_are_asked_for(tiny_model: Models) -> None:
+    model = tiny_model("llama")
+    for layer in (-1, 2, 99):
+        with torch.no_grad(), watch(model, layer) as watched:
+            run(model, some_tokens(1, 5))
+        assert watched.inputs == []
+        assert watched.features(0, 0, 5) is None
+        assert watched
+    before = [len(module._forward_pre_hooks) for module in model.modules()]
+    with watch(model, 1):
+        assert [len(module._forward_pre_hooks) for module in model.modules()] != before
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == before
+
+
 def test_other_implementations_are_left_alone() -> None:
     model = tiny_models.build("llama")
     model.set_attn_implementation("eager")
