@@ -5,6 +5,7 @@ header | row table | block table | checksum of all before | token ids and verbat
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -24,6 +25,8 @@ _SHIFTED_FLAG = 1 << 30
 _SIZE_MASK = _SHIFTED_FLAG - 1
 _MAX_ROWS = 1 << 16
 _MAX_TOKENS = 1 << 26
+# Padding takes no byte of a payload and as much memory as any token.
+_PADDED_FOR_EACH_HELD, _PADDED_ANYWAY = 16, 4096
 _MAX_POSITION = 1 << 32
 _FETCH_AGAIN = "Fetch the payload again, or encode the cache again."
 
@@ -152,6 +155,8 @@ def unpack(data: bytes, *, values_per_token: int) -> Payload:
     (checksum,) = _CHECKSUM.unpack(reader.take(_CHECKSUM.size))
     if checksum != zlib.crc32(table):
         raise PayloadInvalid("The payload's header does not match its checksum.", _FETCH_AGAIN)
+    if not padding_is_bounded(tokens, [padding for padding, *_ in row_fields]):
+        raise PayloadInvalid("The payload is almost nothing but padding.", _FETCH_AGAIN)
     shape = _TokenShape(tokens, sink, recent, block_tokens)
     plain = []
     for padding, blocks, _, crc in row_fields:
@@ -170,6 +175,12 @@ def unpack(data: bytes, *, values_per_token: int) -> Payload:
         rows.append(Row(padding, position, ids, kept, tuple(coded)))
     reader.finish()
     return Payload(codec_id, dtype, verbatim_dtype, id_bytes, step, block_tokens, tokens, sink, recent, tuple(rows))
+
+
+def padding_is_bounded(tokens: int, paddings: Sequence[int]) -> bool:
+    """Whether a batch of rows of `tokens` each may be stored: its size in memory must follow from what it holds."""
+    held = sum(max(0, tokens - padding) for padding in paddings)
+    return tokens * len(paddings) <= _PADDED_FOR_EACH_HELD * held + _PADDED_ANYWAY
 
 
 @dataclass(frozen=True)
