@@ -40,8 +40,8 @@ from kvalign.evaluate.protocol import FLOOR_LIMIT, CacheCoder, PreparedWindow, t
 from kvalign.text import Document, Window, fingerprint, read_documents
 
 # Coded-token ratios aimed at; what is reported is what the bytes give.
-OUR_RATIOS = (4.0, 8.0, 16.0, 28.0, 45.0, 70.0, 110.0, 180.0, 300.0)
-KVTC_RATIOS = (6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0)
+OUR_RATIOS = (4.0, 10.0, 24.0, 45.0, 80.0, 140.0, 250.0, 450.0, 800.0)
+KVTC_RATIOS = (8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 # How much squared error in values counts against keys: the better of the two makes KVTC's curve.
 KVTC_VALUE_WEIGHTS = (1.0, 4.0)
 KIVI_BITS = (4, 3, 2)
