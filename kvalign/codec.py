@@ -296,7 +296,8 @@ class Codec:
         if ids is None:
             return torch.zeros(tokens - padding, 0)
         known = watched.features(row, padding, tokens) if watched is not None else None
-        # With features at hand, the first layer alone tells whether the ids are the cache's.
+        # With features at hand, the first layer alone tells whether the ids are the cache's, and is the one run if
+        # no more are recomputed.
         again = self._recomputed(self._first_layers if known is None else self._first_layer, ids)
         cached = [(keys[row : row + 1, :, padding:], values[row : row + 1, :, padding:]) for keys, values in tensors]
         if not same_tokens(again.layers, cached):
@@ -304,7 +305,7 @@ class Codec:
                 "The cache was not made from these input_ids: its first layers hold other keys and values.",
                 "Give the id of each cached token, from the start of the text, to a codec of the model that read them.",
             )
-        return again.features if known is None else known
+        return known if known is not None and self.shape.recomputed > 1 else again.features
 
     def _checked_ids(self, input_ids: Tensor | None, rows: int, tokens: int) -> Tensor | None:
         """[B, T] int64 on the CPU, where layers are recomputed; raises ConfigInvalid."""

@@ -107,5 +107,18 @@ def disagreement(found: list[tuple[Tensor, Tensor]], cached: list[tuple[Tensor, 
 
 
 def same_tokens(found: list[tuple[Tensor, Tensor]], cached: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether a cache can come from the tokens recomputed: far looser than rounding, far tighter than chance."""
-    return disagreement(found, cached) <= _SAME_TOKENS
+    """Whether a cache can come from the tokens recomputed: far looser than rounding, far tighter than chance.
+
+    The first layer's keys and values of a token come from its own id: there a single wrong one shows.
+    """
+    return max(disagreement(found, cached), _worst_token(found[:1], cached[:1])) <= _SAME_TOKENS
+
+
+def _worst_token(found: list[tuple[Tensor, Tensor]], cached: list[tuple[Tensor, Tensor]]) -> float:
+    """Largest difference in norm of one token's keys or values, relative to the root mean square of all tokens'."""
+    worst = 0.0
+    for ours, theirs in zip(found, cached, strict=False):
+        for a, b in zip(ours, theirs, strict=True):
+            off, whole = (x.float().square().sum(dim=(0, 1, 3)) for x in (a.float() - b.float(), b))
+            worst = max(worst, float((off.max() / whole.mean().clamp_min(1e-24)).sqrt()))
+    return worst

@@ -37,6 +37,8 @@ class Watched:
 
     def features(self, row: int, padding: int, tokens: int) -> Tensor | None:
         """What entered the attention at a row's tokens, [T - padding, F]; None unless all `tokens` were seen."""
+        if len({seen.shape[0] for seen in self.inputs}) > 1:
+            return None
         joined = joined_inputs(self.inputs, 0)
         if joined.shape[1] != tokens or not joined.shape[2] or row >= joined.shape[0]:
             return None

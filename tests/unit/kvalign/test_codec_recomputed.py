@@ -312,6 +312,25 @@ def test_what_was_watched_is_not_run_again(tiny_model: Models) -> None:
             handle.remove()
 
 
+def test_what_was_watched_of_another_text_does_no_harm(model: Any, codec: Codec) -> None:
+    """Of one recomputed layer the features come with the check of the ids."""
+    ids = some_ids(100)
+    with torch.no_grad(), codec.watch() as other:
+        run(model, some_ids(100, seed=4))
+    cache = read(model, ids)
+    decoded = codec.decode(codec.encode(cache, input_ids=ids, watched=other, step=codec.recommended - 80))
+    assert distance(layer_tensors(decoded)[1][1], layer_tensors(cache)[1][1]) < 0.02
+
+
+def test_passes_of_different_batches_are_not_joined(model: Any, codec: Codec) -> None:
+    ids = some_ids(50)
+    with torch.no_grad(), codec.watch() as watched:
+        run(model, torch.cat([some_ids(20), some_ids(20, seed=4)]))
+        _, cache = run(model, ids)
+    assert watched.features(0, 0, 70) is None
+    assert codec.decode(codec.encode(cache, input_ids=ids, watched=watched)).get_seq_length() == 50
+
+
 def test_inputs_of_another_length_are_not_taken(model: Any, codec: Codec) -> None:
     ids = some_ids(50)
     with torch.no_grad(), codec.watch() as watched:
@@ -403,6 +422,14 @@ def test_ids_of_another_text_are_refused_when_it_was_watched_too(model: Any, cod
         _, cache = run(model, some_ids(30))
     with pytest.raises(ConfigInvalid, match="not made from these input_ids"):
         codec.encode(cache, input_ids=some_ids(30, seed=4), watched=watched)
+
+
+def test_a_single_wrong_id_is_refused(model: Any, codec: Codec) -> None:
+    ids = some_ids(300)
+    cache = read(model, ids)
+    ids[0, 200] = (ids[0, 200] + 1) % 256
+    with pytest.raises(ConfigInvalid, match="not made from these input_ids"):
+        codec.encode(cache, input_ids=ids)
 
 
 def test_ids_of_the_wrong_row_are_refused(model: Any, codec: Codec) -> None:

@@ -179,6 +179,17 @@ def test_other_tokens_are_told_from_rounding(tiny_model: Models, family: str) ->
     assert not same_tokens(first.run(ids.flip(0)).layers, cached)
 
 
+@pytest.mark.parametrize("at", [0, 1, 120, 199])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_single_other_token_is_seen_among_many(tiny_model: Models, family: str, at: int) -> None:
+    model, ids = tiny_model(family), some_tokens(200)
+    cached, other = whole_pass(model, ids), ids.clone()
+    other[at] = (other[at] + 1) % 256
+    first = FirstLayers(model, 1)
+    assert disagreement(first.run(other).layers, cached) < 0.2, "over all tokens it would drown"
+    assert not same_tokens(first.run(other).layers, cached)
+
+
 def test_a_cache_that_grew_by_parts_is_of_the_same_tokens(tiny_model: Models) -> None:
     model, ids, cache = tiny_model("llama"), some_tokens(40), DynamicCache()
     with torch.no_grad():
