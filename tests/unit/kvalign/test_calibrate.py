@@ -68,6 +68,19 @@ def test_resumed_sums_are_the_same_bits(
     assert sums(run(model, parts), parts) == sums(run(model, whole), whole)
 
 
+@pytest.mark.parametrize("metric", ["forward", "none"])
+def test_resumed_sums_are_the_same_bits_by_any_metric(
+    tiny_model: Callable[[str], Any], tmp_path: Path, metric: Metric
+) -> None:
+    model = tiny_model("llama")
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(Stop):
+        run(model, tmp_path / "parts", stop_at=5, metric=metric)
+    found, whole = (run(model, tmp_path / name, metric=metric) for name in ("parts", "whole"))
+    assert sums(found, tmp_path) == sums(whole, tmp_path)
+
+
 def test_a_resumed_run_repeats_no_more_than_a_checkpoint_apart(
     tiny_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
@@ -77,7 +90,7 @@ def test_a_resumed_run_repeats_no_more_than_a_checkpoint_apart(
         run(tiny_model("llama"), tmp_path, stop_at=4)  # told first of all, so that it went on from there
 
 
-@pytest.mark.parametrize("metric", ["gradient", "none"])
+@pytest.mark.parametrize("metric", ["gradient", "forward", "none"])
 def test_sums_leave_sinks_out(tiny_model: Callable[[str], Any], tmp_path: Path, metric: Metric) -> None:
     model = tiny_model("llama")
     statistics = run(model, tmp_path, metric=metric)
