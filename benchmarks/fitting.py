@@ -133,7 +133,7 @@ def fitted(subject: Subject, calibration: Calibration, *, finest_ratio: float, t
     groups = []
     for basis, transform, order in zip(bases, transforms, orders, strict=True):
         rank = transform.classes(finest).size
-        deviation = fit.feature_deviation(calibration.kept_aside)
+        deviation = fit.feature_deviation(calibration.kept_aside, SINK_TOKENS)
         groups.append(StoredGroup.of(basis, transform.scales[:rank], order[:rank], deviation))
     return Artifact(
         base=BaseModel.of(subject.folder, repo=subject.folder.resolve().name, commit=""),

@@ -295,9 +295,8 @@ class Codec:
         tokens = tensors[0][0].shape[2]
         if ids is None:
             return torch.zeros(tokens - padding, 0)
-        known = watched.features(row, padding, tokens) if watched is not None else None
-        # With features at hand, the first layer alone tells whether the ids are the cache's, and is the one run if
-        # no more are recomputed.
+        known = watched.features(row, padding, ids) if watched is not None else None
+        # With features at hand, the first layer alone tells whether the ids are the cache's.
         again = self._recomputed(self._first_layers if known is None else self._first_layer, ids)
         cached = [(keys[row : row + 1, :, padding:], values[row : row + 1, :, padding:]) for keys, values in tensors]
         if not same_tokens(again.layers, cached):
@@ -305,7 +304,7 @@ class Codec:
                 "The cache was not made from these input_ids: its first layers hold other keys and values.",
                 "Give the id of each cached token, from the start of the text, to a codec of the model that read them.",
             )
-        return known if known is not None and self.shape.recomputed > 1 else again.features
+        return again.features if known is None else known
 
     def _checked_ids(self, input_ids: Tensor | None, rows: int, tokens: int) -> Tensor | None:
         """[B, T] int64 on the CPU, where layers are recomputed; raises ConfigInvalid."""
@@ -514,7 +513,9 @@ class Codec:
         if not payload.id_bytes:
             return torch.zeros(0, dtype=torch.int64)
         ids = torch.from_numpy(np.frombuffer(row.ids, dtype=_ID_TYPES[payload.id_bytes]).astype(np.int64))
-        if row.position or (ids.numel() and int(ids.max()) >= self._first_layers.vocabulary):
+        if row.position:
+            raise PayloadInvalid("A row of the payload holds token ids and does not begin at position 0.", _FETCH_AGAIN)
+        if ids.numel() and int(ids.max()) >= self._first_layers.vocabulary:
             raise PayloadInvalid("A row of the payload names tokens that the model does not know.", _FETCH_AGAIN)
         return ids
 

@@ -218,7 +218,7 @@ class _Conversion:
         transforms, orders = fit.full_transforms(aligned.bases, kept_aside, sink_tokens)
         start = fit.expected_step(transforms, self._shape.geometry, self._config.codec.ratio or _START_RATIO)
         groups = [
-            StoredGroup.of(basis, transform.scales, order, fit.feature_deviation(kept_aside))
+            StoredGroup.of(basis, transform.scales, order, fit.feature_deviation(kept_aside, sink_tokens))
             for basis, transform, order in zip(aligned.bases, transforms, orders, strict=True)
         ]
         Artifact(

@@ -73,9 +73,9 @@ def fit_tables(transforms: list[Transform], kept_aside: list[Captured], sink_tok
     return fitted_tables(counts)
 
 
-def feature_deviation(kept_aside: list[Captured]) -> Tensor:
-    """Standard deviation of each feature, [F] float32."""
-    features = torch.cat([captured.features for captured in kept_aside])
+def feature_deviation(kept_aside: list[Captured], sink_tokens: int) -> Tensor:
+    """Standard deviation of each feature over the tokens after the sinks, [F] float32."""
+    features = torch.cat([captured.features[sink_tokens:] for captured in kept_aside])
     # Not std, which warns where there is no feature.
     return (features - features.mean(0)).square().mean(0).sqrt()
 

@@ -88,8 +88,11 @@ def works(model: Any, count: int) -> bool:
     """Whether the first layers, run alone, give what a whole pass gives."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = (torch.arange(_PROBE_TOKENS) * 7919 + 1).remainder(vocabulary)
-    whole = layer_tensors(run(model, tokens[None], logits_to_keep=1)[1])
-    again = FirstLayers(model, count).run(tokens)
+    whole = layer_tensors(run(model, tokens[None].to(model.device), logits_to_keep=1)[1])
+    try:
+        again = FirstLayers(model, count).run(tokens)
+    except Exception:  # whatever a family's own code raises when its later layers never run
+        return False
     return (
         len(again.layers) == count
         and again.features.shape[0] == _PROBE_TOKENS

@@ -23,26 +23,30 @@ class Watched:
     """The last KEPT_QUERIES queries of each layer, rotated, as attention saw them.
 
     inputs  [B, T, F] float32 for each pass: what entered the attention of the layer asked for
+    ids     [B, T] int64 for each pass: the tokens that were read
     kept    queries to keep; None: all
     """
 
     def __init__(self, kept: int | None = KEPT_QUERIES) -> None:
         self._kept = kept
         self.inputs: list[Tensor] = []
+        self.ids: list[Tensor] = []
         self._queries: dict[int, Tensor] = {}
         self._scaling: dict[int, float] = {}
 
     def __bool__(self) -> bool:
         return bool(self._queries)
 
-    def features(self, row: int, padding: int, tokens: int) -> Tensor | None:
-        """What entered the attention at a row's tokens, [T - padding, F]; None unless all `tokens` were seen."""
-        if len({seen.shape[0] for seen in self.inputs}) > 1:
+    def features(self, row: int, padding: int, ids: Tensor) -> Tensor | None:
+        """What entered the attention at a row's tokens, [T, F]; None unless these very tokens were read, and no others.
+
+        padding  positions before them; ids [T]
+        """
+        if not (self.inputs and self.ids) or len({seen.shape[0] for seen in [*self.inputs, *self.ids]}) > 1:
             return None
-        joined = joined_inputs(self.inputs, 0)
-        if joined.shape[1] != tokens or not joined.shape[2] or row >= joined.shape[0]:
-            return None
-        return joined[row, padding:]
+        joined, read = torch.cat(self.inputs, dim=1), torch.cat(self.ids, dim=1)
+        same = row < joined.shape[0] and joined.shape[:2] == read.shape and torch.equal(read[row, padding:], ids)
+        return joined[row, padding:] if same else None
 
     def record(self, layer: int, queries: Tensor, scaling: float | None) -> None:
         """queries [B, QH, T, D], of the newest T tokens."""
@@ -89,8 +93,28 @@ def watch(model: Any, input_of: int = -1, *, kept: int | None = KEPT_QUERIES) ->
     Queries come with the attention implementation `sdpa`; another one is left alone, and nothing is recorded.
     """
     watched = Watched(kept)
-    with attention_input(model, input_of) as watched.inputs, _recorded_queries(model, watched):
+    with (
+        attention_input(model, input_of) as watched.inputs,
+        _read_tokens(model) as watched.ids,
+        _recorded_queries(model, watched),
+    ):
         yield watched
+
+
+@contextmanager
+def _read_tokens(model: Any) -> Iterator[list[Tensor]]:
+    """While the block runs, the ids that enter the model's embeddings, [B, T] int64 for each pass."""
+    read: list[Tensor] = []
+
+    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].dim() == 2:
+            read.append(args[0].detach().long().cpu())
+
+    handle = model.get_input_embeddings().register_forward_pre_hook(record)
+    try:
+        yield read
+    finally:
+        handle.remove()
 
 
 @contextmanager

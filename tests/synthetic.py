@@ -150,7 +150,7 @@ def _artifact(
         base=BaseModel("org/model", "c" * 40, "llama", "0" * 64, {"model.safetensors": ("1" * 64, 1234)}),
         shape=shape,
         groups=tuple(
-            StoredGroup.of(basis, transform.scales, order, fit.feature_deviation(kept_aside))
+            StoredGroup.of(basis, transform.scales, order, fit.feature_deviation(kept_aside, sink_tokens))
             for basis, transform, order in zip(bases, transforms, orders, strict=True)
         ),
         tables=fit.fit_tables(transforms, kept_aside, sink_tokens, step),

@@ -277,7 +277,7 @@ def test_watched_inputs_give_the_bytes_that_recomputing_gives(
     with torch.no_grad(), codec.watch() as watched:
         for part in ids.split(cuts, dim=1):
             run(model, part, cache)
-    features = watched.features(0, 0, 100)
+    features = watched.features(0, 0, ids[0])
     assert features is not None
     torch.testing.assert_close(features, FirstLayers(model, recomputed).run(ids[0]).features, rtol=1e-4, atol=1e-5)
     data = codec.encode(cache, input_ids=ids, watched=watched)
@@ -312,14 +312,16 @@ def test_what_was_watched_is_not_run_again(tiny_model: Models) -> None:
             handle.remove()
 
 
-def test_what_was_watched_of_another_text_does_no_harm(model: Any, codec: Codec) -> None:
-    """Of one recomputed layer the features come with the check of the ids."""
-    ids = some_ids(100)
+@pytest.mark.parametrize(("family", "recomputed"), [("llama", 1), ("smollm3", 2)])
+def test_what_was_watched_of_another_text_does_no_harm(tiny_model: Models, family: str, recomputed: int) -> None:
+    """What was read is kept beside what it gave."""
+    model, ids = tiny_model(family), some_ids(100)
+    codec = fitted_to(model, recomputed=recomputed).codec(model)
     with torch.no_grad(), codec.watch() as other:
         run(model, some_ids(100, seed=4))
     cache = read(model, ids)
     decoded = codec.decode(codec.encode(cache, input_ids=ids, watched=other, step=codec.recommended - 80))
-    assert distance(layer_tensors(decoded)[1][1], layer_tensors(cache)[1][1]) < 0.02
+    assert distance(layer_tensors(decoded)[recomputed][1], layer_tensors(cache)[recomputed][1]) < 0.02
 
 
 def test_passes_of_different_batches_are_not_joined(model: Any, codec: Codec) -> None:
@@ -327,7 +329,7 @@ def test_passes_of_different_batches_are_not_joined(model: Any, codec: Codec) ->
     with torch.no_grad(), codec.watch() as watched:
         run(model, torch.cat([some_ids(20), some_ids(20, seed=4)]))
         _, cache = run(model, ids)
-    assert watched.features(0, 0, 70) is None
+    assert watched.features(0, 0, torch.cat([some_ids(20)[0], ids[0]])) is None
     assert codec.decode(codec.encode(cache, input_ids=ids, watched=watched)).get_seq_length() == 50
 
 
@@ -335,9 +337,9 @@ def test_inputs_of_another_length_are_not_taken(model: Any, codec: Codec) -> Non
     ids = some_ids(50)
     with torch.no_grad(), codec.watch() as watched:
         run(model, ids[:, :20])
-    assert watched.features(0, 0, 50) is None
-    assert watched.features(1, 0, 20) is None
-    assert watched.features(0, 5, 20) is not None
+    assert watched.features(0, 0, ids[0]) is None
+    assert watched.features(1, 0, ids[0, :20]) is None
+    assert watched.features(0, 5, ids[0, 5:20]) is not None
     with torch.no_grad(), watch(model) as queries:
         _, cache = run(model, ids)
     queries.inputs = watched.inputs
@@ -459,9 +461,11 @@ def test_a_codec_without_a_model_counts_bytes_and_no_more(model: Any, artifact: 
 def test_payloads_of_ids_that_the_model_does_not_know_are_refused(model: Any, codec: Codec) -> None:
     """An attacker can write checksums."""
     data = codec.encode(read(model, some_ids(10)), input_ids=some_ids(10))
-    for row in ({"ids": b"\x02\x01" * 10}, {"ids": b"\xff" * 20}, {"position": 1}):
+    for row in ({"ids": b"\x02\x01" * 10}, {"ids": b"\xff" * 20}):
         with pytest.raises(PayloadInvalid, match="tokens that the model does not know"):
             codec.decode(with_row(data, codec, row))
+    with pytest.raises(PayloadInvalid, match="does not begin at position 0"):
+        codec.decode(with_row(data, codec, {"position": 1}))
     with pytest.raises(PayloadInvalid, match="tokens that the model does not know"):
         codec.decode(with_row(data, codec, {"ids": b"\xff" * 40}, id_bytes=4))
     # The largest id known is no one's: other layers come of it, and no error.

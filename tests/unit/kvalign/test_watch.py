@@ -111,7 +111,7 @@ def test_inputs_are_what_enters_one_layers_attention(tiny_model: Models, family:
         handle.remove()
     assert [found.shape for found in watched.inputs] == [(2, 20, 32), (2, 10, 32)]
     for row in (0, 1):
-        features = watched.features(row, 3, 30)
+        features = watched.features(row, 3, tokens[row, 3:])
         assert features is not None
         assert torch.equal(features, torch.cat(entered, dim=1)[row, 3:])
 
@@ -122,7 +122,7 @@ def test_inputs_are_kept_only_where_they_are_asked_for(tiny_model: Models) -> No
         with torch.no_grad(), watch(model, layer) as watched:
             run(model, some_tokens(1, 5))
         assert watched.inputs == []
-        assert watched.features(0, 0, 5) is None
+        assert watched.features(0, 0, some_tokens(1, 5)[0]) is None
         assert watched
     before = [len(module._forward_pre_hooks) for module in model.modules()]
     with watch(model, 1):
