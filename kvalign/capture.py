@@ -231,13 +231,15 @@ def token_matrix(
 ) -> Tensor:
     """Keys (unrotated) or values of one row as [T, P] float32, layers side by side, heads within, channels within.
 
+    On the CPU, where codecs work.
+
     positions  [T] int64, of the tokens in the slice
     layers     first and end; default: all
     """
     pairs = layer_tensors(cache)
     columns = []
     for run_of_layers in shape.runs(*(layers or (0, len(pairs)))):
-        heads = torch.cat([pairs[index][KINDS.index(kind)][row, :, tokens] for index in run_of_layers])
+        heads = torch.cat([pairs[index][KINDS.index(kind)][row, :, tokens] for index in run_of_layers]).cpu()
         rope = shape.ropes[run_of_layers.start] if kind == "keys" else NO_ROPE
         columns.append(rope.undo(heads, positions, heads.dtype).transpose(0, 1).flatten(1))
     return torch.cat(columns, dim=1)

@@ -3,6 +3,7 @@
 import json
 import sys
 import tomllib
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import click
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from kvalign.config import ConversionConfig
 from kvalign.errors import ArtifactInvalid, KvalignError
@@ -115,6 +117,44 @@ def inspect(repo_or_folder: str, revision: str | None, as_json: bool) -> None:
     if not card.is_file():
         raise ArtifactInvalid(f"{folder.name} holds no README.md.", "Add --json to see its settings.")
     Console().print(Markdown(card.read_text(encoding="utf-8").split("\n---\n", 1)[-1]))
+
+
+@main.command()
+@click.argument("repo_or_folder")
+@click.option("--base", help="Folder or repo of the base model, for layout `codec`.")
+@click.option("--text", type=click.Path(path_type=Path, exists=True), help="The validation text, if not kvalign's own.")
+@click.option("--revision", help="Branch, tag or commit of a Hub repo.")
+@click.option("--json", "as_json", is_flag=True, help="Print the claims as one line of JSON.")
+def verify(repo_or_folder: str, base: str | None, text: Path | None, revision: str | None, as_json: bool) -> None:
+    """Measure a converted model's claims again. Exit code 1 when one does not hold."""
+    from kvalign.verify import verify as run_verification
+
+    def tell(what: str) -> None:
+        if not as_json:
+            click.echo(f"{what} ...", err=True)
+
+    claims = run_verification(repo_or_folder, base=base, text=text, revision=revision, on_progress=tell)
+    failed = [claim for claim in claims if not claim.holds]
+    if as_json:
+        rows = [{**asdict(claim), "holds": claim.holds} for claim in claims]
+        click.echo(json.dumps({"holds": not failed, "claims": rows}))
+    else:
+        table = Table("claim", "claimed", "measured", "tolerance", "")
+        for claim in claims:
+            cells = [_short(value) for value in (claim.claimed, claim.measured, claim.tolerance)]
+            table.add_row(claim.name, *cells, "holds" if claim.holds else "DOES NOT HOLD")
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
+        click.echo(f"{len(claims) - len(failed)} of {len(claims)} claims hold")
+    if failed:
+        sys.exit(EXIT_FAILED)
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "exact"
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return str(value)[:60]
 
 
 @main.command()

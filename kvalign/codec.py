@@ -361,7 +361,7 @@ class Codec:
         for transform, count in zip(transforms, coded, strict=True):
             group = transform.group
             layers = (group.first_layer, group.end_layer)
-            x = token_matrix(cache, group.kind, self.shape, row, body, positions, layers).cpu()
+            x = token_matrix(cache, group.kind, self.shape, row, body, positions, layers)
             coefficients[:, start : start + count] = transform.coefficients(x, features, count)
             start += count
         return coefficients.numpy(), classes

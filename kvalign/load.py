@@ -46,12 +46,12 @@ def load(
     """
     folder = fetch(repo_or_folder, revision=revision, token=token, endpoint=endpoint)
     artifact = load_artifact(folder)
-    model_folder = _base_folder(folder, artifact, base, token, endpoint)
-    artifact.base.check(model_folder)
-    model = load_model(model_folder, dtype)
+    weights = model_folder(folder, artifact, base, token, endpoint)
+    artifact.base.check(weights)
+    model = load_model(weights, dtype)
     # A generation config may ask for a static or quantized cache, which contradicts the one handed to generate.
     model.generation_config.cache_implementation = None
-    return model, load_tokenizer(model_folder), artifact.codec(model)
+    return model, load_tokenizer(weights), artifact.codec(model)
 
 
 def fetch(
@@ -94,7 +94,7 @@ def fetch(
         ) from error
 
 
-def _base_folder(
+def model_folder(
     folder: Path, artifact: Artifact, base: str | Path | None, token: str | None, endpoint: str | None
 ) -> Path:
     """Where the base model's weights are: beside the codec (layout full), or at the base's own commit."""

@@ -18,6 +18,7 @@ def result(gain: float | None, kl: float = 0.01) -> dict[str, Any]:
         }
 
     return {
+        "setup": {"evaluation": {"domains": {"a": "in-domain", "b": "out-of-domain"}}},
         "summary": [
             {
                 "kl": kl,
@@ -44,7 +45,14 @@ def test_gains_are_geometric_means_with_their_extremes() -> None:
 
 
 def test_a_gain_that_one_seed_lacks_is_not_told() -> None:
+    """The coarsest setting has a KL of 0.09: below it nothing is known of the ratio where ours is missing."""
     assert "not reached" in table([result(2.0), result(None)])
+
+
+def test_a_curve_that_stays_below_a_kl_bounds_the_gain() -> None:
+    assert table([result(None, kl=0.1)]).splitlines()[-1] == (
+        "| overall | R | 0.1 | at least 60.0 | 10.0 | at least 6.00 (6.00 to 6.00) |"
+    )
 
 
 def test_points_that_another_beats_are_left_out() -> None:

@@ -1,0 +1,168 @@
+"""Measure a converted model's claims again: hashes, sizes, and the quality that its report tells. Writes nothing."""
+
+import difflib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvalign import accounting
+from kvalign.artifact import Artifact, load_artifact, sha256_of
+from kvalign.capture import load_model, load_tokenizer
+from kvalign.errors import ArtifactInvalid, DatasetInvalid
+from kvalign.evaluate.protocol import FLOOR_LIMIT, prepare
+from kvalign.evaluate.search import measure
+from kvalign.evaluate.validation import DomainResult, Validation
+from kvalign.load import fetch, model_folder
+from kvalign.report import card
+from kvalign.text import Document, builtin_documents, evaluation_windows, fingerprint, read_documents
+
+# Another machine sums in another order: a symbol at a rounding edge may fall to its other side.
+_RATIO_TOLERANCE = 0.01
+_TOP1_TOLERANCE = 0.01
+_TAIL_TOLERANCE = 0.25
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim, measured again. tolerance is absolute, around what is claimed; None: exact."""
+
+    name: str
+    claimed: Any
+    measured: Any
+    tolerance: float | None
+
+    @property
+    def holds(self) -> bool:
+        if self.tolerance is None:
+            return bool(self.claimed == self.measured)
+        return abs(self.claimed - self.measured) <= self.tolerance
+
+
+def verify(
+    repo_or_folder: str | Path,
+    *,
+    base: str | Path | None = None,
+    text: Path | None = None,
+    on_progress: Callable[[str], None] = lambda what: None,
+    **where: Any,
+) -> list[Claim]:
+    """Every claim of the report, measured again.
+
+    base         folder or repo of the base model, for layout `codec`
+    text         the validation text, where it did not come with kvalign; its fingerprint must be the report's
+    on_progress  called with a line on what is done next
+    where        revision, token, endpoint, as kvalign.load takes them
+
+    Raises ArtifactInvalid when there is no report or the parts do not fit each other, DatasetInvalid for other text.
+    Cost: two passes over the validation windows.
+    """
+    folder = fetch(repo_or_folder, **where)
+    artifact = load_artifact(folder)
+    report = read_report(folder)
+    documents = _documents(report, text)
+    weights = model_folder(folder, artifact, base, where.get("token"), where.get("endpoint"))
+    artifact.base.check(weights)
+    on_progress("hashing the weights")
+    claims = [*_hashes(artifact, weights), *_written(folder, artifact, report)]
+    on_progress("measuring the windows again")
+    return [*claims, *_quality(artifact, report, weights, documents)]
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """report.json of a converted model; raises ArtifactInvalid."""
+    try:
+        report = json.loads((folder / "report.json").read_bytes())
+        if report["schema_version"] != 1:
+            raise ValueError(f"schema version {str(report['schema_version'])[:20]}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactInvalid(
+            f"{folder.name} holds no report.json that this kvalign reads: {str(error)[:200]}.",
+            "Pull the artifact again, or update kvalign.",
+        ) from error
+    assert isinstance(report, dict)
+    return report
+
+
+def _documents(report: dict[str, Any], text: Path | None) -> list[Document]:
+    claimed = report["validation"]
+    if text is None and claimed["dataset"] != "builtin":
+        raise DatasetInvalid(
+            f"The report was measured on {claimed['dataset']!r}, which does not come with kvalign.",
+            "Name that text with --text.",
+        )
+    documents = read_documents(text) if text else builtin_documents("validation")
+    if fingerprint(documents) != claimed["fingerprint"]:
+        raise DatasetInvalid(
+            f"This text has fingerprint {fingerprint(documents)[:16]}, the report's has {claimed['fingerprint'][:16]}.",
+            "Give the very text that the report was measured on, or the kvalign version that brought it.",
+        )
+    return documents
+
+
+def _hashes(artifact: Artifact, weights: Path) -> Iterator[Claim]:
+    for name, (sha256, _) in sorted(artifact.base.weights.items()):
+        yield Claim(f"SHA-256 of {name}", sha256, sha256_of(weights / name), None)
+
+
+def _written(folder: Path, artifact: Artifact, report: dict[str, Any]) -> Iterator[Claim]:
+    """What can be checked without running the model."""
+    yield Claim("codec_id", report["codec"]["codec_id"], artifact.codec_id.hex(), None)
+    yield Claim("recommended step", report["codec"]["recommended_step"], artifact.recommended_step, None)
+    yield Claim("artifact_bytes", report["summary"]["artifact_bytes"], len(artifact.tensor_bytes), None)
+    geometry, sizes = artifact.shape.geometry, report["sizes"]
+    verbatim = artifact.sink_tokens + artifact.recent_tokens
+    for tokens, claimed in sizes["cache_ratio_by_tokens"].items():
+        again = accounting.projected_cache_ratio(geometry, sizes["coded_ratio"], int(tokens), verbatim)
+        yield Claim(f"ratio of a cache of {int(tokens):,} tokens", claimed, again, 1e-6 * again)
+    for name in ("ratio", "kl_mean", "kl_p99", "top1"):
+        told = {"ratio": sizes["coded_ratio"]}.get(name, report["quality"]["overall"].get(name))
+        yield Claim(f"{name} in the summary and in the table", report["summary"][name], told, None)
+    yield Claim("README.md is the report's card", "", _first_difference(folder, report), None)
+
+
+def _first_difference(folder: Path, report: dict[str, Any]) -> str:
+    """The first line of the card that the report does not say; empty when there is none."""
+    file = folder / "README.md"
+    written = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    rendered = card.render(report).splitlines()
+    for kind, start, end, *_ in difflib.SequenceMatcher(None, written, rendered, autojunk=False).get_opcodes():
+        if kind != "equal":
+            line = written[start] if start < end else "(a line is missing)"
+            return f"line {start + 1}: {line[:120]}"
+    return ""
+
+
+def _quality(artifact: Artifact, report: dict[str, Any], weights: Path, documents: list[Document]) -> Iterator[Claim]:
+    model, quality = load_model(weights), report["quality"]
+    windows = evaluation_windows(
+        documents,
+        load_tokenizer(weights),
+        windows=report["validation"]["windows"],
+        prefix=quality["prefix_tokens"],
+        continuation=quality["continuation_tokens"],
+    )
+    prepared = list(prepare(model, windows))
+    found = Validation.of(
+        [measure(model, artifact.codec(model), prepared, artifact.recommended_step, lambda: None)],
+        floor_kl=max(window.floor_kl for window in prepared),
+        prefix_tokens=quality["prefix_tokens"],
+        continuation_tokens=quality["continuation_tokens"],
+    )
+    yield Claim("uncompressed model against itself below the limit", True, found.floor_kl < FLOOR_LIMIT, None)
+    yield from _domain_claims("all text", quality["overall"], found.overall)
+    for name, claimed in quality["domains"].items():
+        if name in found.domains:
+            yield from _domain_claims(name, claimed, found.domains[name])
+        else:
+            yield Claim(f"{name}: is in the text", True, False, None)
+
+
+def _domain_claims(name: str, claimed: dict[str, Any], found: DomainResult) -> Iterator[Claim]:
+    yield Claim(f"{name}: ratio", claimed["ratio"], found.ratio, _RATIO_TOLERANCE * claimed["ratio"])
+    # The report's own interval: half of its width either way.
+    half = (claimed["kl_high"] - claimed["kl_low"]) / 2
+    yield Claim(f"{name}: mean KL", claimed["kl_mean"], found.summary.kl_mean, max(half, 0.01 * claimed["kl_mean"]))
+    yield Claim(f"{name}: KL p99", claimed["kl_p99"], found.summary.kl_p99, _TAIL_TOLERANCE * claimed["kl_p99"])
+    yield Claim(f"{name}: top-1 agreement", claimed["top1"], found.summary.top1, _TOP1_TOLERANCE)

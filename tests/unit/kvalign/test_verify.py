@@ -1,0 +1,145 @@
+"""Claims measured again: those of an untouched conversion hold, and each that was tampered with is named."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvalign.cli import main
+from kvalign.config import ConversionConfig
+from kvalign.convert import convert
+from kvalign.errors import ArtifactInvalid, DatasetInvalid
+from kvalign.verify import Claim, verify
+
+Folders = Callable[[str], Path]
+CONFIG = ConversionConfig.parse(
+    {
+        "source": {"repo": "ada/llama"},
+        "target": {"repo": "ada/llama-kvalign"},
+        "codec": {"recent_tokens": 4, "ratio": 8},
+        "calibration": {"tokens": 1024, "sequence_length": 128},
+        "validation": {"dataset": "held-out.txt", "windows": 2, "gate": {"max_kl": 10, "min_top1": 0}},
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "held-out.txt"
+    letters = random.Random(2)
+    file.write_text(" ".join("".join(letters.choices("abcdef", k=5)) for _ in range(400)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def made(tiny_folder: Folders, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted folder of layout `codec`; tests must not write to it."""
+    folder = tmp_path_factory.mktemp("verify")
+    letters = random.Random(3)
+    calibration = folder / "calibration.txt"
+    calibration.write_text(" ".join("".join(letters.choices("abcdef", k=5)) for _ in range(400)))
+    paths = {"calibration_path": calibration, "validation_path": text}
+    return convert(tiny_folder("llama"), folder / "out", CONFIG, work_dir=folder / "work", **paths).artifact_dir
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    report = json.loads((folder / "report.json").read_text())
+    change(report)
+    (folder / "report.json").write_text(json.dumps(report))
+
+
+def failing(claims: list[Claim]) -> list[str]:
+    return [claim.name for claim in claims if not claim.holds]
+
+
+def run(folder: Path, *arguments: object) -> Result:
+    return CliRunner().invoke(main, ["verify", str(folder), *map(str, arguments)])
+
+
+def test_an_untouched_conversion_holds(made: Path, tiny_folder: Folders, text: Path) -> None:
+    claims = verify(made, base=tiny_folder("llama"), text=text)
+    assert failing(claims) == []
+    names = {claim.name for claim in claims}
+    assert {"SHA-256 of model.safetensors", "codec_id", "all text: mean KL", "held-out: ratio"} <= names
+    (kl,) = (claim for claim in claims if claim.name == "all text: mean KL")
+    assert kl.measured == pytest.approx(kl.claimed, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda report: report["quality"]["overall"].update(kl_mean=1e-4), "all text: mean KL"),
+        (lambda report: report["quality"]["domains"]["held-out"].update(ratio=99.0), "held-out: ratio"),
+        (lambda report: report["quality"]["overall"].update(top1=0.5), "all text: top-1 agreement"),
+        (lambda report: report["summary"].update(artifact_bytes=7), "artifact_bytes"),
+        (lambda report: report["codec"].update(codec_id="00" * 16), "codec_id"),
+        (
+            lambda report: report["sizes"]["cache_ratio_by_tokens"].update({"8192": 77.0}),
+            "ratio of a cache of 8,192 tokens",
+        ),
+        (lambda report: report["summary"].update(ratio=50.0), "ratio in the summary and in the table"),
+        (lambda report: report["quality"]["domains"].update(void=report["quality"]["overall"]), "void: is in the text"),
+    ],
+)
+def test_a_number_changed_in_the_report_is_named(
+    copy: Path, tiny_folder: Folders, text: Path, change: Callable[[dict[str, Any]], None], named: str
+) -> None:
+    changed(copy, change)
+    assert named in failing(verify(copy, base=tiny_folder("llama"), text=text))
+
+
+def test_a_card_edited_by_hand_is_named_by_its_line(copy: Path, tiny_folder: Folders, text: Path) -> None:
+    card = (copy / "README.md").read_text().splitlines()
+    at = next(index for index, line in enumerate(card) if "times smaller" in line)
+    card[at] = card[at].replace("times smaller", "times smaller, and faster")
+    (copy / "README.md").write_text("\n".join(card) + "\n")
+    claims = verify(copy, base=tiny_folder("llama"), text=text)
+    assert failing(claims) == ["README.md is the report's card"]
+    (claim,) = (claim for claim in claims if not claim.holds)
+    assert claim.measured.startswith(f"line {at + 1}: ")
+
+
+def test_the_command_ends_with_1_when_a_claim_fails(copy: Path, tiny_folder: Folders, text: Path) -> None:
+    arguments = ("--base", tiny_folder("llama"), "--text", text)
+    good = run(copy, *arguments)
+    assert good.exit_code == 0, good.output
+    assert "claims hold" in good.stdout
+    changed(copy, lambda report: report["summary"].update(artifact_bytes=7))
+    bad = run(copy, *arguments, "--json")
+    assert bad.exit_code == 1
+    line = json.loads(bad.stdout)
+    assert not line["holds"]
+    assert {row["name"] for row in line["claims"] if not row["holds"]} >= {"artifact_bytes"}
+    assert "DOES NOT HOLD" in run(copy, *arguments).stdout
+
+
+def test_other_text_is_refused(made: Path, tiny_folder: Folders, tmp_path: Path) -> None:
+    other = tmp_path / "held-out.txt"
+    other.write_text("something else " * 400)
+    with pytest.raises(DatasetInvalid, match="fingerprint"):
+        verify(made, base=tiny_folder("llama"), text=other)
+    with pytest.raises(DatasetInvalid, match="does not come with kvalign") as caught:
+        verify(made, base=tiny_folder("llama"))
+    assert "--text" in caught.value.remedy
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"schema_version": 2}', '{"a": 1}'])
+def test_a_missing_or_foreign_report_is_refused(
+    copy: Path, tiny_folder: Folders, text: Path, content: str | None
+) -> None:
+    if content is None:
+        (copy / "report.json").unlink()
+    else:
+        (copy / "report.json").write_text(content)
+    with pytest.raises(ArtifactInvalid, match=r"no report\.json that this kvalign reads"):
+        verify(copy, base=tiny_folder("llama"), text=text)
