@@ -32,7 +32,7 @@ KVALIGN = str(Path(sys.executable).with_name("kvalign"))
 ADA, ADA_READS, BEN = (f"hf_{secrets.token_hex(17)}" for _ in range(3))
 STAGES = ["preflight", "pull", "calibrate", "align", "fit", "validate", "report", "publish"]
 CHILD = "worker.child"
-LONG = {"tokens": 100_000, "sequence_length": 96}  # a calibration of about a thousand passes
+LONG = {"tokens": 100_000, "sequence_length": 96}  # a calibration of about a thousand sequences
 FAILED_KEPT_S = 8
 
 Json = dict[str, Any]
@@ -131,7 +131,7 @@ class Person:
         return now
 
     def see(self, job: Json, stage: str, **at_least: Any) -> Json:
-        """Wait until a job is in a stage, and has done so much of it: `done=3, unit="passes"`."""
+        """Wait until a job is in a stage, and has done so much of it: `done=3, unit="sequences"`."""
 
         def there() -> Json | None:
             now = self.job(job)

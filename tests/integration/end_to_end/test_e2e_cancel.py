@@ -28,7 +28,7 @@ def assert_nothing_left(services: Services, job: Json) -> None:
 def test_while_calibrating(services: Services) -> None:
     ada, worker = services.person(), services.running_worker()
     job = ada.submit(conversion("ada/llama", "ada/canceled-calibrate", calibration=LONG))
-    ada.see(job, "calibrate", unit="passes", done=50)
+    ada.see(job, "calibrate", unit="sequences", done=50)
     children = worker.converting()
     assert len(children) == 1
     cancel(ada, job)

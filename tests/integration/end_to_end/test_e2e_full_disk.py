@@ -74,7 +74,7 @@ def test_too_small_a_disk_is_seen_before_anything_is_pulled(resting_services: Se
 def test_a_disk_that_fills_up_fails_the_job_alone(resting_services: Services, small_disk: SmallDisk) -> None:
     ada, worker = resting_services.person(), small_disk.start(200 * MIB)
     job = ada.submit(conversion("ada/llama", "ada/filled", calibration=LONG))
-    ada.see(job, "calibrate", unit="passes", done=20)
+    ada.see(job, "calibrate", unit="sequences", done=20)
     small_disk.fill(worker)
     assert_full(resting_services, job)
     wait_for(lambda: not small_disk.workspaces(worker))

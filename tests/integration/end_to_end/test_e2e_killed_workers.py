@@ -6,15 +6,15 @@ import signal
 import psutil
 from e2e_services import LONG, STAGES, Json, Person, Services, alive, conversion, wait_for
 
-CHECKPOINT_PASSES = 4
+CHECKPOINT_SEQUENCES = 4
 
 
 def passes_seen(ada: Person, job: Json, attempt: int) -> int:
-    """The first count of passes that an attempt reports."""
+    """The first count of sequences that an attempt reports."""
 
     def reported() -> Json | None:
         now = ada.job(job)
-        return now if now["attempts"] == attempt and now["unit"] == "passes" else None
+        return now if now["attempts"] == attempt and now["unit"] == "sequences" else None
 
     return int(wait_for(reported, every_s=0.02)["done"])
 
@@ -22,7 +22,7 @@ def passes_seen(ada: Person, job: Json, attempt: int) -> int:
 def test_a_killed_worker_s_job_goes_on_where_it_was_and_is_published_once(services: Services) -> None:
     ada, worker = services.person(), services.running_worker()
     job = ada.submit(conversion("ada/llama", "ada/killed", calibration=LONG))
-    before = ada.see(job, "calibrate", unit="passes", done=400)["done"]
+    before = ada.see(job, "calibrate", unit="sequences", done=400)["done"]
     family = worker.family()
     assert len(worker.converting()) == 1
 
@@ -36,7 +36,7 @@ def test_a_killed_worker_s_job_goes_on_where_it_was_and_is_published_once(servic
 
     services.start_worker()
     again = passes_seen(ada, job, attempt=2)
-    assert again >= before - CHECKPOINT_PASSES, f"{before} passes were made, and {again} were kept"
+    assert again >= before - CHECKPOINT_SEQUENCES, f"{before} sequences were read, and {again} were kept"
     done = ada.reach(job, "succeeded")
     assert done["attempts"] == 2
     assert set(done["stage_seconds"]) == set(STAGES)
@@ -52,7 +52,7 @@ def test_a_killed_worker_s_job_goes_on_where_it_was_and_is_published_once(servic
 def test_a_killed_child_fails_its_job_which_can_be_retried(services: Services) -> None:
     ada, worker = services.person(), services.running_worker()
     job = ada.submit(conversion("ada/llama", "ada/childless", calibration=LONG))
-    before = ada.see(job, "calibrate", unit="passes", done=400)["done"]
+    before = ada.see(job, "calibrate", unit="sequences", done=400)["done"]
     [child] = worker.converting()
     child.kill()
     failed = ada.reach(job, "failed", 20)
@@ -63,7 +63,7 @@ def test_a_killed_child_fails_its_job_which_can_be_retried(services: Services) -
     assert not psutil.pid_exists(child.pid)
 
     assert ada.retry(job)["state"] == "queued"
-    assert passes_seen(ada, job, attempt=2) >= before - CHECKPOINT_PASSES
+    assert passes_seen(ada, job, attempt=2) >= before - CHECKPOINT_SEQUENCES
     done = ada.reach(job, "succeeded")
     assert done["attempts"] == 2
     assert done["error"] is None

@@ -72,7 +72,7 @@ def test_a_token_is_nowhere_to_be_found(services: Services, eve: str) -> None:
     services.hub.fault(method="GET", path_regex="/ada/gpt2/resolve/.*model.safetensors", cut_after_bytes=1000)
     services.hub.fault(method="POST", path_regex="/eve/secret/commit/", apply_then_cut=True)
     job = person.submit(conversion("ada/gpt2", "eve/secret", calibration=LONG))
-    person.see(job, "calibrate", unit="passes", done=10)
+    person.see(job, "calibrate", unit="sequences", done=10)
     [child] = worker.converting()
     environment = child.environ()
     assert not [name for name in environment if name.startswith("KVALIGN") or "TOKEN" in name.replace("TOKENIZERS", "")]
