@@ -16,6 +16,7 @@ import click
 
 _NAMES = {"kvalign": "kvalign", "kvtc": "KVTC", "kivi": "KIVI-style", "fp8": "fp8 (E4M3)"}
 _COLOURS = {"kvalign": "#0b6e4f", "kvtc": "#c1440e", "kivi": "#5b6c8f", "fp8": "#8a8a8a"}
+_RATIOS = [2, 4, 8, 16, 32, 64, 128, 256, 512]
 _PROTOCOLS = {"R": "own continuation (protocol R)", "S": "another continuation (protocol S)"}
 
 
@@ -111,7 +112,7 @@ def _draw(found: list[dict[str, Any]], path: Path) -> None:
                 ratios, kls = zip(*points, strict=True)
                 axis.plot(ratios, kls, marker="o", markersize=3, linewidth=1.2, color=_COLOURS[codec])
         axis.set(xscale="log", yscale="log", title=title, xlabel="times smaller than bfloat16 (coded tokens)")
-        axis.set_xticks([2, 4, 8, 16, 32, 64, 128, 256], labels=["2", "4", "8", "16", "32", "64", "128", "256"])
+        axis.set_xticks(_RATIOS, labels=[str(ratio) for ratio in _RATIOS])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("mean KL to the uncompressed cache, nats a token")
