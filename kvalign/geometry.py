@@ -38,9 +38,6 @@ class Geometry:
         """First feature of each layer, and P at the end."""
         return [0, *accumulate(layer.width(kind) for layer in self.layers)]
 
-    def heads(self) -> int:
-        return sum(layer.kv_heads for layer in self.layers)
-
     @property
     def values_per_token(self) -> int:
         """Numbers that one token leaves in the cache."""

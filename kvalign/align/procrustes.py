@@ -26,12 +26,13 @@ class HeadAlignment:
 
 
 def head_alignment(statistics: Statistics) -> dict[Kind, HeadAlignment]:
-    """For keys and values, where one group holds all heads, of one width, and no more than MAX_HEADS."""
+    """For keys and values, where one group holds all stored heads, of one width, and no more than MAX_HEADS."""
     found: dict[Kind, HeadAlignment] = {}
-    heads = statistics.geometry.heads()
     for kind in KINDS:
         groups = [group for group in statistics.groups if group.kind == kind]
-        widths = {layer.head_dim(kind) for layer in statistics.geometry.layers}
+        layers = statistics.geometry.layers[groups[0].first_layer :]
+        heads = sum(layer.kv_heads for layer in layers)
+        widths = {layer.head_dim(kind) for layer in layers}
         if len(groups) == len(widths) == 1 and 1 < heads <= MAX_HEADS:
             before, after = pairwise_similarity(statistics.moments[groups[0].name].covariance(), heads)
             different = ~torch.eye(heads, dtype=torch.bool)

@@ -15,7 +15,6 @@ def test_widths_and_offsets() -> None:
     assert UNEVEN.offsets("values") == [0, 8, 24, 42]
     assert [UNEVEN.width(kind) for kind in KINDS] == [38, 42]
     assert UNEVEN.values_per_token == 80
-    assert UNEVEN.heads() == 6
 
 
 def test_json_round_trip() -> None:

@@ -56,7 +56,7 @@ def test_silent_heads_are_like_none_and_divide_by_nothing() -> None:
 
 def statistics_of(geometry: Geometry, layer_group_size: int | None = None) -> Statistics:
     statistics = Statistics(feature_groups(geometry, layer_group_size), geometry)
-    heads = geometry.heads()
+    heads = sum(layer.kv_heads for layer in geometry.layers)
     for seed in range(2):
         columns: dict[Kind, Tensor] = {
             "keys": rows(heads, 6, seed=seed) + 50.0,
@@ -77,6 +77,19 @@ def test_a_model_is_summed_over_all_pairs_about_the_mean_token() -> None:
     assert found["keys"].after == pytest.approx(float(np.mean([after[p] for p in pairs])), abs=1e-6)
     # The shared offset of 50 would make every pair alike, were it not taken off.
     assert found["keys"].before < 0.5
+
+
+def test_layers_that_are_not_stored_are_left_out() -> None:
+    """Of one recomputed layer of 2 heads and two stored ones, the heads of the stored two are compared."""
+    geometry = Geometry((LayerGeometry(2, 6, 4), LayerGeometry(2, 6, 4), LayerGeometry(1, 6, 4)))
+    statistics = Statistics(feature_groups(geometry, first=1), geometry)
+    columns: dict[Kind, Tensor] = {"keys": rows(5, 6), "values": rows(5, 4)}
+    statistics.update(columns, torch.zeros(200, 0))
+    found = head_alignment(statistics)
+    assert {kind: item.heads for kind, item in found.items()} == {"keys": 3, "values": 3}
+    _, after = pairwise_similarity(torch.cov(columns["keys"][:, 12:].T), 3)
+    different = ~torch.eye(3, dtype=torch.bool)
+    assert found["keys"].after == pytest.approx(float(after[different].mean()), abs=1e-3)
 
 
 def test_models_that_it_does_not_fit_are_left_out() -> None:
