@@ -37,7 +37,7 @@ def test_demo_converts_smollm2() -> None:
     assert list(result["seconds"]) == STAGES
     # The target is 0.02; a full conversion reaches twice this ratio and more with four times the text.
     assert 0.005 < result["kl_mean"] <= 0.02
-    assert result["ratio"] > 20
+    assert result["ratio"] > 10
     assert result["top1"] > 0.85
     assert result["floor_kl"] < 1e-6
     assert result["generated"]
