@@ -14,6 +14,7 @@ from kvalign import calibrate, fit
 from kvalign.align.basis import fit_basis, head_weights
 from kvalign.artifact import Artifact, BaseModel, StoredGroup
 from kvalign.capture import CacheShape, Captured, capture, load_model, load_tokenizer, measure_shape
+from kvalign.config import Metric
 from kvalign.convert import TOKEN_BETA
 from kvalign.recompute import default_count
 from kvalign.statistics import Statistics
@@ -84,7 +85,7 @@ def calibrated(
     aside = sequences[-max(1, len(sequences) // _KEPT_ASIDE) :]
     basis = sequences[: len(sequences) - len(aside)] or sequences
 
-    def sums(shape: CacheShape, metric: calibrate.Metric) -> Statistics:
+    def sums(shape: CacheShape, metric: Metric) -> Statistics:
         with tempfile.TemporaryDirectory() as folder:
             return calibrate.calibrate(
                 subject.model,

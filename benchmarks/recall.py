@@ -21,6 +21,7 @@ from benchmarks.fitting import Subject
 from kvalign import accounting
 from kvalign.artifact import load_artifact
 from kvalign.capture import run
+from kvalign.evaluate.protocol import copied
 from kvalign.text import builtin_documents
 from kvalign.watch import Watched, watch
 
@@ -142,9 +143,7 @@ def _read(model: Any, item: Item, recomputed: int) -> tuple[DynamicCache, Watche
 @torch.no_grad()
 def _digits(model: Any, cache: DynamicCache, item: Item) -> Tensor:
     """Which digits come back by greedy decoding, [DIGITS] bool; the cache is left as it was."""
-    own = DynamicCache()
-    for index, layer in enumerate(cache.layers):
-        own.update(layer.keys.clone(), layer.values.clone(), index)
+    own = copied(cache)
     logits, _ = run(model, item.question, own, logits_to_keep=1)
     found = []
     for _ in range(DIGITS):

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvalign.capture import CacheShape, CapturedGradients, capture, capture_with_gradients, capture_with_queries
+from kvalign.config import Metric
 from kvalign.geometry import KINDS
 from kvalign.statistics import Statistics, feature_groups
 from kvalign.token_steps import shifts_by_attention, step_sizes
 from kvalign.windows import prefix_tokens
-
-Metric = Literal["gradient", "forward", "none"]
 
 _CHECKPOINT_SEQUENCES = 4
 

@@ -161,8 +161,7 @@ def measure_shape(model: Any) -> CacheShape:
 
     Raises SourceUnsupported when the model keeps no KV cache, or rotates in a way no known pairing undoes.
     """
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    tokens = (torch.arange(_PROBE_TOKENS) * 7919 + 1).remainder(vocabulary)[None]
+    tokens = probe_tokens(model, _PROBE_TOKENS)[None]
     here = torch.arange(_PROBE_TOKENS)
     near = _probe(model, tokens, here)
     geometry = Geometry(tuple(LayerGeometry(k.shape[1], k.shape[3], v.shape[3]) for k, v in near))
@@ -174,6 +173,16 @@ def measure_shape(model: Any) -> CacheShape:
         _undoing_rope(layer, [NO_ROPE, *candidates], near[layer][0], far[layer][0], here) for layer in range(len(near))
     )
     return CacheShape(geometry, ropes)
+
+
+def vocabulary(model: Any) -> int:
+    """Token ids run from 0 to below this."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def probe_tokens(model: Any, count: int) -> Tensor:
+    """Different tokens to try a model on, [count] int64."""
+    return (torch.arange(count) * 7919 + 1).remainder(vocabulary(model))
 
 
 def _probe(model: Any, tokens: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -16,6 +16,7 @@ _NAME = r"\w(?:[\w\-.]{0,94}\w)?"
 _REPO = re.compile(rf"(?:{_NAME}/)?{_NAME}", re.ASCII)
 _REVISION = re.compile(r"(?!/)(?!.*\.\.)[\w\-./+]{1,128}", re.ASCII)
 
+Metric = Literal["gradient", "forward", "none"]
 Label = Annotated[str, Field(max_length=200)]
 
 
@@ -111,7 +112,7 @@ class Calibration(_Section):
     dataset: str = BUILTIN_DATASET
     tokens: int = Field(default=32_768, ge=1024, le=4_194_304)
     sequence_length: int = Field(default=1024, ge=64, le=32_768)
-    metric: Literal["gradient", "forward", "none"] = "gradient"
+    metric: Metric = "gradient"
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvalign.capture import CacheShape, layer_tensors, run
+from kvalign.capture import CacheShape, layer_tensors, probe_tokens, run, vocabulary
 from kvalign.watch import attention_input, joined_inputs
 
 # Decoding must stay far cheaper than prefill: one layer in ten.
@@ -63,7 +63,7 @@ class FirstLayers:
     @property
     def vocabulary(self) -> int:
         """Token ids run from 0 to below this."""
-        return int(self._model.get_input_embeddings().weight.shape[0])
+        return vocabulary(self._model)
 
     @torch.no_grad()
     def run(self, tokens: Tensor) -> Recomputed:
@@ -86,8 +86,7 @@ def default_count(model: Any, shape: CacheShape) -> int:
 @torch.no_grad()
 def works(model: Any, count: int) -> bool:
     """Whether the first layers, run alone, give what a whole pass gives."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    tokens = (torch.arange(_PROBE_TOKENS) * 7919 + 1).remainder(vocabulary)
+    tokens = probe_tokens(model, _PROBE_TOKENS)
     whole = layer_tensors(run(model, tokens[None].to(model.device), logits_to_keep=1)[1])
     try:
         again = FirstLayers(model, count).run(tokens)

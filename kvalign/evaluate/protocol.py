@@ -65,7 +65,7 @@ def prepare(model: Any, windows: Sequence[Window]) -> Iterator[PreparedWindow]:
         with watch(model) as watched:
             _, cache = run(model, window.prefix[None], logits_to_keep=1)
         reference = continuation_logits(model, cache, window)
-        again = continuation_logits(model, _copied(cache), window)
+        again = continuation_logits(model, copied(cache), window)
         floor = divergence(reference, again, _targets(window)).kl.mean()
         yield PreparedWindow(window, cache, watched, reference, float(floor))
 
@@ -81,7 +81,7 @@ def try_coder(model: Any, prepared: PreparedWindow, coder: CacheCoder) -> Trial:
 
 def continuation_logits(model: Any, cache: DynamicCache, window: Window) -> Tensor:
     """[T - 1, vocab]: logits at each continuation token but the last. The cache given is left as it was."""
-    logits, _ = run(model, window.continuation[None, :-1], _copied(cache))
+    logits, _ = run(model, window.continuation[None, :-1], copied(cache))
     return logits[0]
 
 
@@ -89,7 +89,8 @@ def _targets(window: Window) -> Tensor:
     return window.continuation[1:]
 
 
-def _copied(cache: DynamicCache) -> DynamicCache:
+def copied(cache: DynamicCache) -> DynamicCache:
+    """A cache of its own with the same keys and values."""
     result = DynamicCache()
     for index, (keys, values) in enumerate(layer_tensors(cache)):
         result.update(keys.clone(), values.clone(), index)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvalign.calibrate import Metric, calibrate
+from kvalign.calibrate import calibrate
 from kvalign.capture import capture, capture_with_gradients, measure_shape
+from kvalign.config import Metric
 from kvalign.geometry import KINDS
 from kvalign.statistics import Statistics, feature_groups
 from kvalign.token_steps import shifts_by_attention
