@@ -73,3 +73,33 @@ def merged(sizes: list[PayloadSizes]) -> PayloadSizes:
         body_tokens=sum(item.body_tokens for item in sizes),
         verbatim_tokens=sum(item.verbatim_tokens for item in sizes),
     )
+
+
+@dataclass(frozen=True)
+class ResidentSizes:
+    """Bytes of memory that a resident cache holds, by purpose, over all rows.
+
+    coded     pages of codes with their scales
+    verbatim  sinks and newest tokens in 16 bit, and the room kept for them
+    other     layers that are not coded
+    """
+
+    coded: int
+    verbatim: int
+    other: int
+    coded_tokens: int
+    tokens: int
+
+    @property
+    def total(self) -> int:
+        return self.coded + self.verbatim + self.other
+
+
+def resident_coded_ratio(values_per_token: int, sizes: ResidentSizes) -> float:
+    """bf16 bytes of the tokens on pages / bytes of their pages, scales included, in the layers that are coded."""
+    return RAW_BYTES_PER_VALUE * values_per_token * sizes.coded_tokens / max(1, sizes.coded)
+
+
+def resident_cache_ratio(values_per_token: int, sizes: ResidentSizes) -> float:
+    """bf16 bytes of the tokens held / bytes held for them, sinks and newest tokens included, in the coded layers."""
+    return RAW_BYTES_PER_VALUE * values_per_token * sizes.tokens / max(1, sizes.coded + sizes.verbatim)

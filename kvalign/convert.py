@@ -37,7 +37,7 @@ from kvalign.report import card
 from kvalign.report.build import build_report
 from kvalign.source import check_source
 from kvalign.stages import StageProgress, Stages
-from kvalign.statistics import Statistics, feature_groups
+from kvalign.statistics import Statistics
 from kvalign.text import (
     Document,
     Window,
@@ -206,9 +206,7 @@ class _Conversion:
         statistics.save(folder / _STATISTICS_NAME)
 
     def _load_statistics(self, folder: Path) -> Statistics:
-        geometry = self._shape.geometry
-        groups = feature_groups(geometry, self._config.codec.layer_group_size, first=self._shape.recomputed)
-        return Statistics.load(folder / _STATISTICS_NAME, groups, geometry)
+        return calibrate.load_statistics(folder / _STATISTICS_NAME, self._shape, self._config.codec.layer_group_size)
 
     def _fit(self, aligned: Aligned, base: BaseModel, folder: Path) -> None:
         """A codec of full rank; validate cuts it down to what the step it finds needs."""

@@ -3,6 +3,7 @@
 Knows features and gradients as matrices; nothing of models, files of text, or what the sums are for.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -107,6 +108,7 @@ class Statistics:
 
     features     moments of what predicts the groups, [F]; F may be 0
     moments      one for each feature group, by name
+    apart        groups of layers that no features predict: moments alone
     cross        for each group, [F, P]: sum of (f - shift)(x - shift)^T, each about the shift of its moments
     sensitivity  per kind and layer, [H, D, D]: weighted sum of g g^T, g the gradient of the loss towards one head's
                  entry
@@ -114,6 +116,7 @@ class Statistics:
 
     groups: list[FeatureGroup]
     geometry: Geometry
+    apart: list[FeatureGroup] = field(default_factory=list)
     features: Moments | None = None
     moments: dict[str, Moments] = field(default_factory=dict)
     cross: dict[str, Tensor] = field(default_factory=dict)
@@ -126,15 +129,27 @@ class Statistics:
         if self.features is None:
             self.features = Moments.about(features.mean(0))
         self.features.update(features)
+        for group in [*self.groups, *self.apart]:
+            x = columns[group.kind][:, group.start : group.stop]
+            moments = self.moments.setdefault(group.name, Moments.about(x.mean(0)))
+            moments.update(x)
         for group in self.groups:
             x = columns[group.kind][:, group.start : group.stop]
-            if group.name not in self.moments:
-                self.moments[group.name] = Moments.about(x.mean(0))
-                self.cross[group.name] = torch.zeros(features.shape[1], group.width)
-            moments = self.moments[group.name]
-            moments.update(x)
-            self.cross[group.name].addmm_((features - self.features.shift).T, x - moments.shift)
+            cross = self.cross.setdefault(group.name, torch.zeros(features.shape[1], group.width))
+            cross.addmm_((features - self.features.shift).T, x - self.moments[group.name].shift)
         self.sequences += 1
+
+    def layer_moments(self, kind: Kind, layer: int) -> tuple[Tensor, Tensor]:
+        """Mean [P] and covariance [P, P] of one layer alone."""
+        group = next(
+            group
+            for group in [*self.groups, *self.apart]
+            if group.kind == kind and group.first_layer <= layer < group.end_layer
+        )
+        offsets = self.geometry.offsets(kind)
+        own = slice(offsets[layer] - group.start, offsets[layer + 1] - group.start)
+        moments = self.moments[group.name]
+        return moments.mean()[own], moments.covariance()[own, own]
 
     def update_sensitivity(self, gradients: dict[Kind, Tensor], weights: Tensor) -> None:
         """Add one sequence's gradients, [T, P] for each kind, each token with its weight, [T]."""
@@ -174,10 +189,11 @@ class Statistics:
         for name, theirs in other.moments.items():
             if name not in self.moments:
                 self.moments[name] = Moments.about(theirs.shift)
-                self.cross[name] = torch.zeros_like(other.cross[name])
-            move = theirs.shift - self.moments[name].shift
-            self.cross[name] += other.cross[name] + torch.outer(other.features.total, move)
-            self.cross[name] += torch.outer(feature_move, theirs.total + theirs.count * move)
+            if name in other.cross:
+                move = theirs.shift - self.moments[name].shift
+                cross = self.cross.setdefault(name, torch.zeros_like(other.cross[name]))
+                cross += other.cross[name] + torch.outer(other.features.total, move)
+                cross += torch.outer(feature_move, theirs.total + theirs.count * move)
             self.moments[name].merge(theirs)
         self.features.merge(other.features)
         for name, outer in other.sensitivity.items():
@@ -202,7 +218,9 @@ class Statistics:
         partial.replace(path)
 
     @classmethod
-    def load(cls, path: Path, groups: list[FeatureGroup], geometry: Geometry) -> "Statistics":
+    def load(
+        cls, path: Path, groups: list[FeatureGroup], geometry: Geometry, apart: Sequence[FeatureGroup] = ()
+    ) -> "Statistics":
         tensors = load_file(path)
 
         def moments(name: str) -> Moments:
@@ -211,9 +229,10 @@ class Statistics:
             )
             return Moments(int(count), shift, total, scatter)
 
-        statistics = cls(groups, geometry, moments(_FEATURES))
-        for group in groups:
+        statistics = cls(groups, geometry, list(apart), moments(_FEATURES))
+        for group in [*groups, *apart]:
             statistics.moments[group.name] = moments(group.name)
+        for group in groups:
             statistics.cross[group.name] = tensors[f"cross.{group.name}"]
         statistics.sensitivity = {
             name.removeprefix("sensitivity."): outer

@@ -99,8 +99,7 @@ def head_weights(statistics: Statistics) -> dict[str, tuple[Tensor, ...]]:
     for group in statistics.groups:
         mean = _mean_sensitivity(statistics, group.kind)
         weights[group.name] = tuple(
-            mean**0.5
-            * _matrix_root(statistics.sensitivity[f"{group.kind}.{layer}"] / statistics.gradient_weight / mean)
+            mean**0.5 * matrix_root(statistics.sensitivity[f"{group.kind}.{layer}"] / statistics.gradient_weight / mean)
             for layer in range(group.first_layer, group.end_layer)
         )
     return weights
@@ -130,7 +129,7 @@ def _plain_weights(statistics: Statistics) -> dict[str, tuple[Tensor, ...]]:
     return weights
 
 
-def _matrix_root(normalised: Tensor) -> Tensor:
+def matrix_root(normalised: Tensor) -> Tensor:
     """(F + ridge)^(1/2) of each head, [H, D, D]."""
     values, vectors = torch.linalg.eigh(normalised.double())
     return ((vectors * (values.clamp_min(0) + _RIDGE).sqrt()[:, None, :]) @ vectors.mT).float()

@@ -1,0 +1,19 @@
+"""Attention straight on compressed codes. reference.py says what is right; cpu.py (Numba) and cuda.py (Triton) are quick.
+
+This file picks by where the tensors are: `encode`, `coefficients` and `attend` take the same whoever computes them.
+"""
+
+from torch import Tensor
+
+from kvalign.kernels import cpu, reference
+from kvalign.resident.plan import SidePlan
+
+
+def encode(side: SidePlan, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole pages of tokens as codes; see reference.encode."""
+    return (cpu if x.device.type == "cpu" else reference).encode(side, x)
+
+
+def coefficients(side: SidePlan, pages: Tensor, scales: Tensor) -> Tensor:
+    """What pages stand for; see reference.coefficients."""
+    return (cpu if pages.device.type == "cpu" else reference).coefficients(side, pages, scales)

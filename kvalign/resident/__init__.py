@@ -1,0 +1,1 @@
+"""The compressed cache that attention reads while tokens are generated."""

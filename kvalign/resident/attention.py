@@ -1,0 +1,315 @@
+"""Attention of queries on one layer's state: pages of codes and tokens in 16 bit, merged in one softmax.
+
+One query a row goes through the fused kernel of its device. More of them (a chunk of a prompt, candidates to verify)
+are multiplied with a few pages of coefficients at a time. Neither ever makes keys or values of full length.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvalign import kernels
+from kvalign.kernels import cpu, reference
+from kvalign.resident.plan import GroupPlan, SidePlan
+from kvalign.resident.state import LayerState
+
+_TILE_PAGES = 8
+_TILE_QUERIES = 256
+_NO_LOGITS = np.zeros(0, dtype=np.float32)
+_LOWEST = torch.finfo(torch.float32).min / 2
+
+
+@dataclass
+class Counters:
+    """How attention was computed since the cache was made; proof that nothing of full length was dense.
+
+    fused           calls of the fused kernel, by its name
+    tiled           calls with several queries a row, on a few pages at a time
+    dense           layers that were uncompressed whole for an attention that cannot read codes
+    widest_tokens   most tokens of one layer that were coefficients or keys and values at one time
+    """
+
+    fused: dict[str, int]
+    tiled: int = 0
+    dense: int = 0
+    widest_tokens: int = 0
+
+    def saw(self, tokens: int) -> None:
+        self.widest_tokens = max(self.widest_tokens, tokens)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What queries may see, and what is added to their scores.
+
+    visible  [B or 1, QH or 1, Q, slots] bool; None: all, or all before where causal
+    bias     [B or 1, QH or 1, Q, slots] float32; None: nothing
+    causal   whether a query of several sees only slots up to its own, where visible is None
+    """
+
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+    causal: bool = True
+
+    @classmethod
+    def of(cls, attention_mask: Tensor | None, causal: bool = True) -> "Mask":
+        """A mask as transformers hands it to attention: booleans, or numbers with the lowest where nothing is seen."""
+        if attention_mask is None:
+            return cls(causal=causal)
+        if attention_mask.dtype == torch.bool:
+            return cls(attention_mask)
+        bias = attention_mask.float()
+        visible = bias > max(_LOWEST, torch.finfo(attention_mask.dtype).min / 2)
+        return cls(visible, torch.where(visible, bias, 0.0) if bias[visible].any() else None)
+
+
+def attend(
+    state: LayerState,
+    queries: Tensor,
+    mask: Mask,
+    counters: Counters,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    fresh: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Attention of the newest Q slots on everything held, themselves included.
+
+    queries      [B, QH, Q, D], rotated
+    sink_logits  [QH]: learned logit of a token that has no value
+    fresh        keys and values of the newest Q slots before they were rounded to 16 bit
+    returns      [B, QH, Q, DV] in the dtype of queries; zeros where a query may see nothing
+    """
+    if queries.shape[2] == 1 and queries.device.type == "cpu" and _is_plain(mask):
+        counters.fused["numba"] = counters.fused.get("numba", 0) + 1
+        return _fused_on_cpu(state, queries, mask, scaling, softcap, sink_logits).to(queries.dtype)
+    counters.tiled += 1
+    parts = [
+        _tiled(
+            state, queries, slice(start, start + _TILE_QUERIES), mask, counters, scaling, softcap, sink_logits, fresh
+        )
+        for start in range(0, queries.shape[2], _TILE_QUERIES)
+    ]
+    return torch.cat(parts, dim=2).to(queries.dtype)
+
+
+def _is_plain(mask: Mask) -> bool:
+    """Whether the mask is the same for all heads, and adds nothing."""
+    return mask.bias is None and (mask.visible is None or mask.visible.shape[1] == 1)
+
+
+# ---- one query a row
+
+
+def _fused_on_cpu(
+    state: LayerState,
+    queries: Tensor,
+    mask: Mask,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+) -> Tensor:
+    own = (queries[:, :, 0].float() * scaling).numpy()
+    raw_visible, hidden, first = _visible(state, mask)
+    shared = queries.shape[1] // state.plan.kv_heads
+    out = []
+    for index, group in enumerate(state.plan.groups):
+        heads = slice(group.first_head * shared, group.end_head * shared)
+        raw_keys, raw_values = (
+            state.raw_buffer(kind)[:, group.first_head : group.end_head].view(torch.int16).numpy()
+            for kind in ("keys", "values")
+        )
+        out.append(
+            cpu.attend_one(
+                state.gathered(index),
+                own[:, heads],
+                first,
+                hidden,
+                raw_keys,
+                raw_values,
+                raw_visible,
+                bfloat16=state.raw_buffer("keys").dtype == torch.bfloat16,
+                softcap=softcap or 0.0,
+                sink_logits=_NO_LOGITS if sink_logits is None else sink_logits[heads].detach().float().numpy(),
+            )
+        )
+    found = out[0] if len(out) == 1 else np.concatenate(out, axis=1)
+    return torch.from_numpy(found)[:, :, None]
+
+
+def _visible(state: LayerState, mask: Mask) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint64]]:
+    """For one query a row: raw tokens that are seen [B, n], slots of pages that are not [B, slots or 0], first [B]."""
+    slots, first = state.raw_slots().numpy(), state.first_coded.numpy().astype(np.uint64)
+    seen = slots >= 0
+    if mask.visible is None:
+        return seen.view(np.uint8), np.zeros((state.rows, 0), dtype=np.uint8), first
+    visible = mask.visible[:, 0, 0].expand(state.rows, -1).numpy()
+    seen &= np.take_along_axis(visible, np.maximum(slots, 0), axis=1)
+    return seen.view(np.uint8), (~visible[:, : state.coded_tokens]).view(np.uint8), first
+
+
+# ---- several queries a row
+
+
+def _tiled(
+    state: LayerState,
+    queries: Tensor,
+    span: slice,
+    mask: Mask,
+    counters: Counters,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    fresh: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """The queries of a span, [B, QH, Q, DV] float32."""
+    q = queries[:, :, span].float() * scaling
+    own_slots = torch.arange(state.slots - queries.shape[2], state.slots, device=q.device)[span]
+    shared = q.shape[1] // state.plan.kv_heads
+    out = []
+    for index, group in enumerate(state.plan.groups):
+        heads = slice(group.first_head * shared, group.end_head * shared)
+        softmax = _OnlineSoftmax(q[:, heads], softcap, group.values, group.heads, sink_logits, heads)
+        for first in range(0, len(state.counts), _TILE_PAGES):
+            slots = state.coded_slots(first, first + _TILE_PAGES).to(q.device)
+            seen = _seen(mask, slots.expand(state.rows, -1), own_slots, span, heads, state.first_coded)
+            if not seen.any():
+                continue
+            counters.saw(slots.numel())
+            keys, values = (
+                kernels.coefficients(
+                    group.side(kind),
+                    state.pages[index][kind].codes[:, first : first + _TILE_PAGES],
+                    state.pages[index][kind].scales[:, first : first + _TILE_PAGES],
+                )
+                for kind in ("keys", "values")
+            )
+            absorbed = reference.absorbed(group.keys, q[:, heads], group.heads)
+            base = softmax.per_head(group.keys.mean[None])
+            scores = absorbed.flatten(1, 2) @ keys
+            scores = scores.view(*absorbed.shape[:3], -1) + base
+            softmax.add_coded(scores, values, seen, _bias(mask, slots.expand(state.rows, -1), span, heads))
+        slots = state.raw_slots()
+        raw_keys, raw_values = (
+            _newest_exact(state.raw(kind)[:, group.first_head : group.end_head], fresh, part, group)
+            for part, kind in enumerate(("keys", "values"))
+        )
+        seen = _seen(mask, slots, own_slots, span, heads, torch.zeros_like(state.padding))
+        softmax.add_raw(raw_keys, raw_values, seen, _bias(mask, slots, span, heads))
+        out.append(softmax.result())
+    return torch.cat(out, dim=1)
+
+
+def _newest_exact(raw: Tensor, fresh: tuple[Tensor, Tensor] | None, part: int, group: GroupPlan) -> Tensor:
+    """Raw keys or values of a group in float32, the newest as they were before they were rounded."""
+    found = raw.float()
+    if fresh is not None:
+        new = fresh[part][:, group.first_head : group.end_head]
+        found[:, :, found.shape[2] - new.shape[2] :] = new
+    return found
+
+
+def _seen(mask: Mask, slots: Tensor, own: Tensor, span: slice, heads: slice, first: Tensor) -> Tensor:
+    """Whether queries see the tokens at slots: [B, QH or 1, Q, T] bool.
+
+    slots  [B, T], -1 for none; own [Q]: slots of the queries; first [B]: slots below it are not seen
+    """
+    seen = (slots >= first[:, None])[:, None, None] & (slots >= 0)[:, None, None]
+    if mask.visible is not None:
+        return seen & _at(mask.visible, slots, span, heads)
+    if mask.causal:
+        return seen & (slots[:, None, None] <= own[:, None])
+    return seen.expand(-1, -1, own.numel(), -1)
+
+
+def _bias(mask: Mask, slots: Tensor, span: slice, heads: slice) -> Tensor | None:
+    return None if mask.bias is None else _at(mask.bias, slots, span, heads)
+
+
+def _at(table: Tensor, slots: Tensor, span: slice, heads: slice) -> Tensor:
+    """Columns of a mask at slots [B, T]: [B, QH or 1, Q, T]."""
+    picked = table[:, heads if table.shape[1] > 1 else slice(None), span].expand(slots.shape[0], -1, -1, -1)
+    return picked.gather(3, slots.clamp_min(0)[:, None, None].expand(-1, *picked.shape[1:3], -1))
+
+
+class _OnlineSoftmax:
+    """Softmax over tokens that come in parts; keeps the largest score, the weight, and sums of values.
+
+    queries  [B, G, Q, D] scaled, of the heads of one group
+    """
+
+    def __init__(
+        self,
+        queries: Tensor,
+        softcap: float | None,
+        values: SidePlan,
+        heads: int,
+        sink_logits: Tensor | None,
+        query_heads: slice,
+    ) -> None:
+        self._queries = queries
+        self._softcap = softcap
+        self._side = values
+        self._heads = heads
+        shape = queries.shape[:3]
+        if sink_logits is None:
+            self._top = queries.new_full(shape, float("-inf"))
+            self._weight = queries.new_zeros(shape)
+        else:
+            self._top = sink_logits[query_heads].float().view(1, -1, 1).expand(shape).clone()
+            self._weight = queries.new_ones(shape)
+        self._coded = queries.new_zeros(*shape, len(values.widths))
+        self._coded_weight = queries.new_zeros(shape)
+        self._raw: Tensor | float = 0.0
+
+    def per_head(self, mean: Tensor) -> Tensor:
+        """[B, G, Q, 1]: product of each query with its own head's part of [1, P]."""
+        parts = mean.view(self._heads, 1, -1)
+        grouped = self._queries.unflatten(1, (self._heads, -1))
+        return (grouped * parts[:, :, None]).sum(-1, keepdim=True).flatten(1, 2)
+
+    def add_coded(self, scores: Tensor, values: Tensor, seen: Tensor, bias: Tensor | None) -> None:
+        """scores [B, G, Q, T]; values [B, R, T] coefficients."""
+        weights = self._weights(scores, seen, bias)
+        sums = weights.flatten(1, 2) @ values.mT
+        self._coded += sums.view(*weights.shape[:3], -1)
+        self._coded_weight += weights.sum(-1)
+
+    def add_raw(self, keys: Tensor, values: Tensor, seen: Tensor, bias: Tensor | None) -> None:
+        """keys and values [B, H, T, D]."""
+        grouped = self._queries.unflatten(1, (self._heads, -1))
+        scores = (grouped.flatten(2, 3) @ keys.mT).unflatten(2, grouped.shape[2:4]).flatten(1, 2)
+        weights = self._weights(scores, seen, bias)
+        by_head = weights.unflatten(1, (self._heads, -1))
+        sums = (by_head.flatten(2, 3) @ values).unflatten(2, by_head.shape[2:4]).flatten(1, 2)
+        self._raw = self._raw + sums
+
+    def _weights(self, scores: Tensor, seen: Tensor, bias: Tensor | None) -> Tensor:
+        if self._softcap:
+            scores = self._softcap * (scores / self._softcap).tanh()
+        if bias is not None:
+            scores = scores + bias
+        scores = scores.masked_fill(~seen, float("-inf"))
+        top = torch.maximum(self._top, scores.amax(-1))
+        settled = top.masked_fill(top == float("-inf"), 0.0)
+        fade = (self._top - settled).exp()
+        weights = (scores - settled[..., None]).exp()
+        self._top = top
+        self._weight = self._weight * fade + weights.sum(-1)
+        self._coded = self._coded * fade[..., None]
+        self._coded_weight = self._coded_weight * fade
+        self._raw = self._raw * fade[..., None]
+        return weights
+
+    def result(self) -> Tensor:
+        """[B, G, Q, DV]."""
+        side = self._side
+        sums = torch.cat([self._coded, self._coded_weight[..., None]], dim=-1)
+        rows = torch.cat([side.synthesis, side.mean[None]]).unflatten(1, (self._heads, -1)).transpose(0, 1)
+        grouped = sums.unflatten(1, (self._heads, -1))
+        found = (grouped.flatten(2, 3) @ rows).unflatten(2, grouped.shape[2:4]).flatten(1, 2) + self._raw
+        return found / self._weight.masked_fill(self._weight == 0, 1.0)[..., None]
