@@ -184,7 +184,7 @@ def round_trip(codec: Codec, step: int) -> CacheCoder:
 
     def coder(prepared: PreparedWindow) -> tuple[DynamicCache, PayloadSizes]:
         data = codec.encode(prepared.cache, input_ids=prepared.window.prefix[None], step=step, watched=prepared.watched)
-        return codec.decode(data), codec.sizes(data)
+        return codec.decode_dense(data), codec.sizes(data)
 
     return coder
 

@@ -66,7 +66,7 @@ def main() -> None:
             for cache, watched, item in prepared:
                 data = codec.encode(cache, input_ids=item.prefix, watched=watched, step=step)
                 sizes.append(codec.sizes(data))
-                found.append(_digits(subject.model, codec.decode(data), item))
+                found.append(_digits(subject.model, codec.decode_dense(data), item))
             ratio = accounting.coded_ratio(artifact.shape.geometry, accounting.merged(sizes))
             rows.append(_row(f"step {step}", beta, ratio, found))
             say(str(rows[-1]))

@@ -97,7 +97,7 @@ def measured(models: dict[str, Any], artifact: Artifact, tokens: Tensor, repeats
         {
             **prefills,
             "encode_s": lambda: codec.encode(cache, input_ids=ids, watched=watched),
-            "decode_s": lambda: codec.decode(data),
+            "decode_s": lambda: codec.decode_dense(data),
         },
         repeats,
     )

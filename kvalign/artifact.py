@@ -29,6 +29,8 @@ from kvalign.entropy.classes import Tables
 from kvalign.errors import ArtifactInvalid
 from kvalign.geometry import KINDS, Geometry
 from kvalign.quantize import STEP_LIMIT
+from kvalign.resident.plan import ResidentPlan
+from kvalign.resident.stored import StoredResident
 from kvalign.rope import Pairing, Rope
 from kvalign.statistics import FeatureGroup
 from kvalign.transform import Transform, coded_components
@@ -168,6 +170,7 @@ def _int8(columns: Tensor) -> tuple[Tensor, Tensor]:
 class Artifact:
     """Everything that is stored of a codec.
 
+    resident    the form that attention reads; None in artifacts made before there was one
     provenance  calibration recipe, tools: for people and for verify; the codec itself does not read it
     """
 
@@ -180,6 +183,7 @@ class Artifact:
     recommended_step: int
     token_beta: float = 0.0
     curve: tuple[OperatingPoint, ...] = ()
+    resident: StoredResident | None = None
     provenance: Mapping[str, Any] | None = None
 
     @cached_property
@@ -200,6 +204,8 @@ class Artifact:
             tensors[f"scales.{name}"] = torch.from_numpy(stored.scales)
             for offset, weight in enumerate(stored.weights):
                 tensors[f"weights.{stored.group.kind}.{stored.group.first_layer + offset}"] = weight.contiguous()
+        if self.resident is not None:
+            tensors |= self.resident.tensors()
         # One entry only: safetensors writes several in an order of chance.
         return save(tensors, metadata={"format": f"kvalign-{SCHEMA_VERSION}"})
 
@@ -230,7 +236,15 @@ class Artifact:
             curve=self.curve,
             codec_id=self.codec_id,
             model=model,
+            resident=self.resident_plan,
         )
+
+    @cached_property
+    def resident_plan(self) -> ResidentPlan | None:
+        """What a resident cache works with: an inverse for each layer's keys and values."""
+        if self.resident is None:
+            return None
+        return self.resident.plan(self.sink_tokens, self.recent_tokens)
 
     def save(self, folder: Path) -> None:
         """Write both files, each atomically."""
@@ -255,7 +269,9 @@ class Artifact:
 
     def _layout(self) -> dict[str, Any]:
         """How the tensors are used."""
+        resident = {} if self.resident is None else {"resident": self.resident.to_json()}
         return {
+            **resident,
             "geometry": self.shape.geometry.to_json(),
             "recomputed_layers": self.shape.recomputed,
             "ropes": [{"pairing": rope.pairing, "scaling": rope.scaling} for rope in self.shape.ropes],
@@ -289,6 +305,7 @@ def load_artifact(folder: Path) -> Artifact:
         data = (folder / TENSORS_NAME).read_bytes()
         tensors = load(data)
         artifact = _assembled(config, tensors)
+        _ = artifact.resident_plan  # bases without an inverse are refused here
     except OSError as error:
         raise ArtifactInvalid(f"{TENSORS_NAME} cannot be read.", _CONVERT_AGAIN) from error
     except KeyError as error:
@@ -330,6 +347,9 @@ def _assembled(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Arti
         recommended_step=_number(config, "recommended_step", -STEP_LIMIT, STEP_LIMIT),
         token_beta=_number(config, "token_beta", 0.0, _MAX_TOKEN_BETA),
         curve=tuple(_operating_point(item) for item in config["operating_points"]),
+        resident=StoredResident.from_json(config["resident"], tensors, geometry.layers)
+        if "resident" in config
+        else None,
         provenance=config.get("provenance"),
     )
 

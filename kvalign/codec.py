@@ -29,6 +29,9 @@ from kvalign.errors import ConfigInvalid, PayloadInvalid
 from kvalign.geometry import KINDS, Kind, TokenSplit
 from kvalign.quantize import LARGEST_SYMBOL, STEP_LIMIT, dequantize, quantize
 from kvalign.recompute import FirstLayers, Recomputed, same_tokens
+from kvalign.resident.cache import ResidentCache, same_weights, take, uncompressed
+from kvalign.resident.interface import register
+from kvalign.resident.plan import ResidentPlan
 from kvalign.token_steps import COARSEST_SHIFT, FINEST_SHIFT, shift_bytes, shifts_by_attention, step_sizes
 from kvalign.transform import Transform, token_classes
 from kvalign.watch import Watched, watch
@@ -54,6 +57,7 @@ class Codec:
     token_beta   how much finer the step of a token is that the last queries attend to; 0: one step for all
     codec_id     16 bytes; payloads name it, and no other codec reads them
     model        the base model: runs its first layers on the token ids, where shape.recomputed is not 0
+    resident     the form of the cache that attention reads; None: this codec has none
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Codec:
         curve: Sequence[OperatingPoint] = (),
         codec_id: bytes = bytes(container.CODEC_ID_BYTES),
         model: Any = None,
+        resident: ResidentPlan | None = None,
     ) -> None:
         self.shape = shape
         self.transforms = tuple(transforms)
@@ -79,6 +84,7 @@ class Codec:
         self.token_beta = token_beta
         self.curve = tuple(sorted(curve, key=lambda point: point.step))
         self.codec_id = codec_id
+        self.resident = resident
         self._model = model
 
     def encode(
@@ -94,7 +100,8 @@ class Codec:
     ) -> bytes:
         """The cache as bytes.
 
-        cache           a transformers Cache whose layers hold [B, H, T, D]; float32, float16 or bfloat16
+        cache           a transformers Cache whose layers hold [B, H, T, D], float32, float16 or bfloat16; or a resident
+                        cache, whose layers are uncompressed for it
         input_ids       [B, T] integers: the tokens that the cache was made from, from the start of the text; needed
                         where the codec recomputes layers (shape.recomputed), and stored with the payload
         max_kl, ratio   take the step that the stored curve gives for this mean KL in nats, or coded-token ratio
@@ -106,15 +113,38 @@ class Codec:
         Raises ConfigInvalid for a target outside the measured range, padding that is not on the left, or token ids
         that are missing or not the cache's; SourceUnsupported for a cache that is not this model's.
         """
-        payload = self._payload(cache, self._step(max_kl, ratio, step), attention_mask, watched, input_ids)
+        coded = isinstance(cache, ResidentCache)
+        payload = self._payload(
+            uncompressed(cache) if coded else cache,
+            self._step(max_kl, ratio, step),
+            attention_mask,
+            watched,
+            input_ids,
+            exact=not coded,
+        )
         return container.pack(payload)
 
-    def decode(self, data: bytes) -> DynamicCache:
-        """The cache on the model's device, in the dtype it was encoded from, ready to go on generating.
+    def decode(self, data: bytes) -> ResidentCache:
+        """A resident cache of the codec's model, ready to go on generating.
+
+        Raises PayloadInvalid when the bytes are damaged or come from another codec, ConfigInvalid when the codec was
+        given no model, or has no resident form.
+        """
+        payload = self._parsed(data)
+        cache = self.cache()
+        padding = torch.tensor([row.padding for row in payload.rows])
+        for layer, (keys, values) in zip(cache.layers, layer_tensors(self._decoded(payload)), strict=True):
+            take(layer, keys, values, padding.to(keys.device))
+        return cache
+
+    def decode_dense(self, data: bytes) -> DynamicCache:
+        """The cache as it was encoded, uncompressed, on the model's device and in the dtype it was encoded from.
 
         Padding holds zeros. Raises PayloadInvalid when the bytes are damaged or come from another codec.
         """
-        payload = self._parsed(data)
+        return self._decoded(self._parsed(data))
+
+    def _decoded(self, payload: container.Payload) -> DynamicCache:
         whole = self._empty(payload, len(payload.rows), payload.tokens)
         for index, row in enumerate(payload.rows):
             held = [(keys[index, :, row.padding :], values[index, :, row.padding :]) for keys, values in whole]
@@ -165,9 +195,27 @@ class Codec:
         with watch(self._model, self.shape.recomputed - 1) as watched:
             yield watched
 
-    def cache(self, model: Any) -> DynamicCache:
-        """An empty cache for this model."""
-        return DynamicCache(config=model.config)
+    def cache(self, model: Any = None) -> ResidentCache:
+        """An empty resident cache for a model; default: the one that the codec was given.
+
+        Attention reads it as it is when the model's attention implementation is "kvalign"; with any other it works too,
+        uncompressed a layer at a time. Raises ConfigInvalid for another model than the codec's, or a codec without a
+        resident form; SourceUnsupported for a kind of layer that no cache holds.
+        """
+        model = self._model if model is None else model
+        if model is None:
+            raise ConfigInvalid("This codec was given no model to make a cache for.", "Pass the model.")
+        if self.resident is None:
+            raise ConfigInvalid(
+                "This codec has no resident form: it was made before there was one.", "Convert the model again."
+            )
+        if self._model is not None and model is not self._model and not same_weights(model, self._model):
+            raise ConfigInvalid(
+                f"This {type(model).__name__} holds other weights than the model that the codec was made for.",
+                "Use the codec of this model and revision.",
+            )
+        register()
+        return ResidentCache(self.resident, model)
 
     def sizes(self, data: bytes) -> PayloadSizes:
         """Where the bytes of a payload went."""
@@ -210,6 +258,8 @@ class Codec:
         attention_mask: Tensor | None,
         watched: Watched | None,
         input_ids: Tensor | None,
+        *,
+        exact: bool = True,
     ) -> container.Payload:
         tensors = layer_tensors(cache)
         self._check_cache(tensors)
@@ -230,6 +280,7 @@ class Codec:
                 watched,
                 None if ids is None else ids[row, padding:],
                 id_bytes,
+                exact,
             )
             for row, padding in enumerate(paddings)
         ]
@@ -256,14 +307,15 @@ class Codec:
         watched: Watched | None,
         ids: Tensor | None,
         id_bytes: int,
+        exact: bool,
     ) -> container.Row:
-        """One row; ids [T] without padding, where layers are recomputed."""
+        """One row; ids [T] without padding, where layers are recomputed; exact: the cache is as the model made it."""
         tensors = layer_tensors(cache)
         tokens = tensors[0][0].shape[2]
         split = TokenSplit.of(tokens - padding, self.sink_tokens, self.recent_tokens)
         body = slice(padding + split.sink, padding + split.sink + split.body)
         kept = [*range(padding, body.start), *range(body.stop, tokens)]
-        features = self._features_of(tensors, row, padding, ids, watched)[split.sink : split.sink + split.body]
+        features = self._features_of(tensors, row, padding, ids, watched, exact)[split.sink : split.sink + split.body]
         shifts = self._shifts(tensors, row, body, padding, watched)
         coefficients, classes = self._coefficients(cache, row, body, padding, step, shifts, features)
         sizes = step_sizes(step, shifts)
@@ -290,6 +342,7 @@ class Codec:
         padding: int,
         ids: Tensor | None,
         watched: Watched | None,
+        exact: bool,
     ) -> Tensor:
         """Features of a row's tokens, [T, F], once its cache is seen to come from these token ids."""
         tokens = tensors[0][0].shape[2]
@@ -299,7 +352,7 @@ class Codec:
         # With features at hand, the first layer alone tells whether the ids are the cache's.
         again = self._recomputed(self._first_layers if known is None else self._first_layer, ids)
         cached = [(keys[row : row + 1, :, padding:], values[row : row + 1, :, padding:]) for keys, values in tensors]
-        if not same_tokens(again.layers, cached):
+        if not same_tokens(again.layers if exact else again.layers[:1], cached, exact):
             raise ConfigInvalid(
                 "The cache was not made from these input_ids: its first layers hold other keys and values.",
                 "Give the id of each cached token, from the start of the text, to a codec of the model that read them.",

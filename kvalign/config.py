@@ -83,7 +83,8 @@ class CodecOptions(_Section):
     recomputed_layers: int | None = Field(default=None, ge=0, le=64)
     # None: as many layers share a basis as keep it within 8,192 numbers of a token.
     layer_group_size: int | None = Field(default=None, ge=1, le=1024)
-    resident_bits: float = Field(default=4.0, ge=1.0, le=8.0)
+    # Bits for each number of a token in the resident cache, scales included.
+    resident_bits: float = Field(default=4.0, ge=2.0, le=8.0)
 
     @model_validator(mode="before")
     @classmethod
@@ -91,13 +92,6 @@ class CodecOptions(_Section):
         if isinstance(data, dict) and data.get("max_kl") is None and data.get("ratio") is None:
             return {**data, "max_kl": 0.02}
         return data
-
-    @field_validator("resident_bits")
-    @classmethod
-    def _no_resident_form_yet(cls, bits: float) -> float:
-        if bits != cls.model_fields["resident_bits"].default:
-            raise ValueError("the resident form is not made yet; leave 'resident_bits' out")
-        return bits
 
     @model_validator(mode="after")
     def _one_target(self) -> Self:

@@ -2,7 +2,7 @@
 
     calibrate   stream keys, values, what predicts them, and gradients of calibration text into sums
     align       weighted principal basis over all layers and heads, and how alike the heads are
-    fit         component scales and symbol tables, on calibration text kept aside
+    fit         component scales and symbol tables, and the resident form, on calibration text kept aside
     validate    search the step on held-out text, cut the codec to what it needs, measure it by protocol R
     report      judge the gate; write report.json, the card and the artifact
 
@@ -35,6 +35,8 @@ from kvalign.geometry import Kind
 from kvalign.recompute import default_count, works
 from kvalign.report import card
 from kvalign.report.build import build_report
+from kvalign.resident.cache import coded_layers
+from kvalign.resident.fit import fit_resident
 from kvalign.source import check_source
 from kvalign.stages import StageProgress, Stages
 from kvalign.statistics import Statistics
@@ -177,7 +179,9 @@ class _Conversion:
             "calibrate", None, lambda folder: self._calibrate(stages, folder), self._load_statistics
         )
         aligned = stages.run("align", None, lambda folder: _align(statistics(), folder), Aligned.load)
-        fitted = stages.run("fit", codec_inputs, lambda folder: self._fit(aligned(), base, folder), load_artifact)
+        fitted = stages.run(
+            "fit", codec_inputs, lambda folder: self._fit(statistics(), aligned(), base, folder), load_artifact
+        )
         validation = stages.run(
             "validate", validation_inputs, lambda folder: self._validate(fitted(), stages, folder), Validated.load
         )
@@ -208,8 +212,8 @@ class _Conversion:
     def _load_statistics(self, folder: Path) -> Statistics:
         return calibrate.load_statistics(folder / _STATISTICS_NAME, self._shape, self._config.codec.layer_group_size)
 
-    def _fit(self, aligned: Aligned, base: BaseModel, folder: Path) -> None:
-        """A codec of full rank; validate cuts it down to what the step it finds needs."""
+    def _fit(self, statistics: Statistics, aligned: Aligned, base: BaseModel, folder: Path) -> None:
+        """A codec of full rank, which validate cuts down to what the step it finds needs; and the resident form."""
         check_room(self._config, self._position_limit)
         sink_tokens = self._config.codec.sink_tokens
         kept_aside = list(capture(self._model, self._shape, iter(self._kept_aside_sequences)))
@@ -228,6 +232,15 @@ class _Conversion:
             recent_tokens=self._config.codec.recent_tokens,
             recommended_step=start,
             token_beta=TOKEN_BETA,
+            resident=fit_resident(
+                statistics,
+                self._shape,
+                kept_aside,
+                bits=self._config.codec.resident_bits,
+                sink_tokens=sink_tokens,
+                layers=coded_layers(self._model),
+                position_limit=self._position_limit,
+            ),
             provenance=self._provenance(),
         ).save(folder)
 

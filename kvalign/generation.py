@@ -1,17 +1,19 @@
-"""Generate from a cache that went through bytes, and from the one that did not, side by side."""
+"""Generate from a resident cache that went through bytes, and from the uncompressed one, side by side."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from kvalign import accounting
 from kvalign.accounting import PayloadSizes
 from kvalign.capture import cache_argument, run
 from kvalign.codec import Codec
 from kvalign.errors import ConfigInvalid
+from kvalign.resident.cache import ResidentCache
+from kvalign.resident.interface import fused_attention
 from kvalign.watch import watch
 
 
@@ -19,8 +21,10 @@ from kvalign.watch import watch
 class Continuation:
     """What the model went on to say after one prompt.
 
-    text                after the prompt's cache was stored as bytes and read back
+    text                from the resident cache, after the prompt's cache was stored as bytes and read back
     text_uncompressed   with the cache as it was; None when not asked for
+    kernels             calls of each fused kernel while the text was made; empty for a codec without a resident form
+    held_ratio          bf16 bytes of the cache over bytes held at the end, sinks and newest tokens included
     """
 
     text: str
@@ -29,6 +33,8 @@ class Continuation:
     sizes: PayloadSizes
     coded_ratio: float
     cache_ratio: float
+    kernels: dict[str, int]
+    held_ratio: float | None
 
 
 def prompt_tokens(tokenizer: Any, prompt: str) -> Tensor:
@@ -64,7 +70,9 @@ def continue_prompt(
         _, cache = run(model, tokens[:, :-1], logits_to_keep=1)
     data = codec.encode(cache, input_ids=tokens[:, :-1], watched=watched, **target)
     sizes = codec.sizes(data)
-    text = _generate(model, tokenizer, tokens, codec.decode(data), max_new_tokens)
+    restored = codec.decode(data) if codec.resident is not None else codec.decode_dense(data)
+    with fused_attention(model):
+        text = _generate(model, tokenizer, tokens, restored, max_new_tokens)
     plain = _generate(model, tokenizer, tokens, cache, max_new_tokens) if side_by_side else None
     geometry = codec.shape.geometry
     return Continuation(
@@ -74,10 +82,17 @@ def continue_prompt(
         sizes,
         accounting.coded_ratio(geometry, sizes) if sizes.body_tokens else 1.0,
         accounting.cache_ratio(geometry, sizes),
+        *_held(restored),
     )
 
 
-def _generate(model: Any, tokenizer: Any, tokens: Tensor, cache: DynamicCache, max_new_tokens: int) -> str:
+def _held(cache: Cache) -> tuple[dict[str, int], float | None]:
+    if not isinstance(cache, ResidentCache):
+        return {}, None
+    return dict(cache.counters.fused), accounting.resident_cache_ratio(cache.values_per_token, cache.sizes())
+
+
+def _generate(model: Any, tokenizer: Any, tokens: Tensor, cache: Cache, max_new_tokens: int) -> str:
     pad = model.generation_config.pad_token_id
     output = model.generate(
         tokens,

@@ -18,6 +18,7 @@ from kvalign.artifact import CONFIG_NAME, Artifact, load_artifact, read_config
 from kvalign.capture import load_model, load_tokenizer
 from kvalign.codec import Codec
 from kvalign.errors import HubUnavailable, SourceForbidden, SourceGated, SourceNotFound
+from kvalign.resident.interface import register
 
 _ARTIFACT_FILES = [CONFIG_NAME, "report.json", "README.md"]
 # Data only: no pickles, and no Python.
@@ -51,6 +52,7 @@ def load(
     model = load_model(weights, dtype)
     # A generation config may ask for a static or quantized cache, which contradicts the one handed to generate.
     model.generation_config.cache_implementation = None
+    register()
     return model, load_tokenizer(weights), artifact.codec(model)
 
 

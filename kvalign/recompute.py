@@ -21,6 +21,7 @@ _LAYERS_FOR_EACH = 10
 _PROBE_TOKENS = 16
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _SAME_TOKENS = 0.2
+_SAME_CODED_TOKENS = 0.7
 
 
 class _EnoughError(Exception):
@@ -108,12 +109,15 @@ def disagreement(found: list[tuple[Tensor, Tensor]], cached: list[tuple[Tensor, 
     )
 
 
-def same_tokens(found: list[tuple[Tensor, Tensor]], cached: list[tuple[Tensor, Tensor]]) -> bool:
+def same_tokens(found: list[tuple[Tensor, Tensor]], cached: list[tuple[Tensor, Tensor]], exact: bool = True) -> bool:
     """Whether a cache can come from the tokens recomputed: far looser than rounding, far tighter than chance.
+
+    exact  whether the cache is as the model made it; one that was coded meanwhile is further off, a wrong token further
 
     The first layer's keys and values of a token come from its own id: there a single wrong one shows.
     """
-    return max(disagreement(found, cached), _worst_token(found[:1], cached[:1])) <= _SAME_TOKENS
+    limit = _SAME_TOKENS if exact else _SAME_CODED_TOKENS
+    return max(disagreement(found, cached), _worst_token(found[:1], cached[:1])) <= limit
 
 
 def _worst_token(found: list[tuple[Tensor, Tensor]], cached: list[tuple[Tensor, Tensor]]) -> float:

@@ -15,8 +15,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
+from kvalign.resident.cache import reads_codes
+from kvalign.resident.interface import attention
+
 KEPT_QUERIES = 64
-_NAME = "kvalign_watched_sdpa"
+_NAME = "kvalign_watched"
 
 
 class Watched:
@@ -90,7 +93,8 @@ def watch(model: Any, input_of: int = -1, *, kept: int | None = KEPT_QUERIES) ->
     input_of   layer whose attention's input is kept too; -1: none
     kept       how many of the last queries; None: all
 
-    Queries come with the attention implementation `sdpa`; another one is left alone, and nothing is recorded.
+    Queries come with the attention implementations `sdpa` and `kvalign`; another one is left alone, and nothing is
+    recorded.
     """
     watched = Watched(kept)
     with (
@@ -119,24 +123,29 @@ def _read_tokens(model: Any) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _recorded_queries(model: Any, queries: Watched) -> Iterator[None]:
-    if model.config._attn_implementation != "sdpa":
+    before = model.config._attn_implementation
+    if before not in ("sdpa", *reads_codes):
         yield
         return
+    inner = attention if before in reads_codes else sdpa_attention_forward
 
     def watched(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        module: Any, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         queries.record(module.layer_idx, query, kwargs.get("scaling"))
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return inner(module, query, key, value, attention_mask, **kwargs)
 
     name = f"{_NAME}_{id(queries)}"
     AttentionInterface.register(name, watched)
     AttentionMaskInterface.register(name, sdpa_mask)
+    if inner is attention:
+        reads_codes.add(name)
     model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(before)
+        reads_codes.discard(name)
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
 

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvalign.resident.layout import Codebook
+from kvalign.geometry import KINDS, Kind
+from kvalign.resident.layout import PAGE_TOKENS, Codebook
 from kvalign.resident.plan import GroupPlan, LayerPlan, SidePlan
+from kvalign.resident.state import LayerState
 
 
 def codebook(width: int) -> Codebook:
@@ -62,3 +64,52 @@ def tokens_like(plan: SidePlan, shape: Sequence[int], generator: torch.Generator
     z = torch.randn(*shape, len(plan.widths), generator=generator)
     size = torch.exp2(torch.randn(*shape, 1, generator=generator))
     return (z * size) @ plan.synthesis + plan.mean
+
+
+def layer_tokens(plan: LayerPlan, rows: int, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, T, D] float32 that a layer's plan fits, rounded to bfloat16, which float16 holds too."""
+    parts: dict[Kind, list[Tensor]] = {kind: [] for kind in KINDS}
+    for group in plan.groups:
+        for kind in KINDS:
+            x = tokens_like(group.side(kind), (rows, tokens), generator)
+            parts[kind].append(x.unflatten(2, (group.heads, -1)).transpose(1, 2))
+    keys, values = (torch.cat(parts[kind], dim=1).bfloat16().float() for kind in KINDS)
+    return keys, values
+
+
+def filled(
+    plan: LayerPlan,
+    tokens: int,
+    *,
+    rows: int = 1,
+    sink_tokens: int = 4,
+    recent_tokens: int = 16,
+    padding: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
+) -> LayerState:
+    """The state of a layer that read so many tokens at once."""
+    state = LayerState(plan, sink_tokens, recent_tokens)
+    keys, values = layer_tokens(plan, rows, tokens, torch.Generator().manual_seed(seed))
+    state.append(keys.to(dtype), values.to(dtype), torch.tensor(padding or [0] * rows))
+    state.settle()
+    return state
+
+
+def slow_unpack(page: Sequence[int], widths: Sequence[int]) -> list[list[int]]:
+    """Codes [R][PAGE_TOKENS] of one page, bit by bit, as layout.py's first sentences say."""
+    found, at = [], 0
+    for width in widths:
+        codes = [0] * PAGE_TOKENS
+        low = 0
+        for plane in (8, 4, 2, 1):
+            if not width & plane:
+                continue
+            for token in range(PAGE_TOKENS):
+                byte, bit = token % (16 * plane), plane * (token // (16 * plane))
+                codes[token] |= (page[at + byte] >> bit) % 2**plane << low
+            at += 16 * plane
+            low += plane
+        found.append(codes)
+    assert at == len(page)
+    return found

@@ -79,7 +79,7 @@ def measure(
 
     def coder(prepared: PreparedWindow) -> tuple[DynamicCache, PayloadSizes]:
         data = codec.encode(prepared.cache, input_ids=prepared.window.prefix[None], step=step, watched=prepared.watched)
-        return codec.decode(data), codec.sizes(data)
+        return codec.decode_dense(data), codec.sizes(data)
 
     trials = []
     for window in prepared:

@@ -1,6 +1,6 @@
-"""Attention straight on compressed codes. reference.py says what is right; cpu.py (Numba) and cuda.py (Triton) are quick.
+"""Attention straight on compressed codes. reference.py says what is right; cpu.py and cuda.py are quick.
 
-This file picks by where the tensors are: `encode`, `coefficients` and `attend` take the same whoever computes them.
+This file picks by where the tensors are: `encode` and `coefficients` take the same whoever computes them.
 """
 
 from torch import Tensor

@@ -483,7 +483,7 @@ def _attend_range(  # type: ignore[no-untyped-def]
             for t in range(U128):
                 seen = t < held and slot + t >= first and (hidden.size == 0 or hidden[slot + t] == 0)
                 barred[p * U128 + t] = f4(0) if seen else _NEVER
-                whole = whole and seen
+                whole = bool(whole and seen)
             slot += held
         for p in range(U2):
             at = (page_row + page + min(p, here - U1)) * U128

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvalign import kernels
+from kvalign.geometry import KINDS
 from kvalign.kernels import cpu, reference
 from kvalign.resident.plan import GroupPlan, SidePlan
 from kvalign.resident.state import LayerState
@@ -121,7 +122,7 @@ def _fused_on_cpu(
         heads = slice(group.first_head * shared, group.end_head * shared)
         raw_keys, raw_values = (
             state.raw_buffer(kind)[:, group.first_head : group.end_head].view(torch.int16).numpy()
-            for kind in ("keys", "values")
+            for kind in KINDS
         )
         out.append(
             cpu.attend_one(
@@ -186,7 +187,7 @@ def _tiled(
                     state.pages[index][kind].codes[:, first : first + _TILE_PAGES],
                     state.pages[index][kind].scales[:, first : first + _TILE_PAGES],
                 )
-                for kind in ("keys", "values")
+                for kind in KINDS
             )
             absorbed = reference.absorbed(group.keys, q[:, heads], group.heads)
             base = softmax.per_head(group.keys.mean[None])
@@ -196,7 +197,7 @@ def _tiled(
         slots = state.raw_slots()
         raw_keys, raw_values = (
             _newest_exact(state.raw(kind)[:, group.first_head : group.end_head], fresh, part, group)
-            for part, kind in enumerate(("keys", "values"))
+            for part, kind in enumerate(KINDS)
         )
         seen = _seen(mask, slots, own_slots, span, heads, torch.zeros_like(state.padding))
         softmax.add_raw(raw_keys, raw_values, seen, _bias(mask, slots, span, heads))

@@ -13,16 +13,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    get_layer_types_and_kwargs,
+)
 
 from kvalign.accounting import ResidentSizes
 from kvalign.errors import ConfigInvalid, SourceUnsupported
+from kvalign.geometry import KINDS
 from kvalign.resident.attention import Counters
 from kvalign.resident.plan import LayerPlan, ResidentPlan
 from kvalign.resident.state import LayerState
 
 IMPLEMENTATION = "kvalign"
+# Attention implementations that take a layer's state: ours, and what records queries on top of it (watch.py).
+reads_codes = {IMPLEMENTATION}
 _CODED_TYPE = "full_attention"
+_COMPARED_NUMBERS = 64
+_ROUNDING = 1e-2  # models of one revision may be loaded in different dtypes
 
 
 class Handle:
@@ -104,7 +115,7 @@ class ResidentLayer(CacheLayerMixin):
             if padding.numel() != key_states.shape[0]:
                 padding = torch.zeros(key_states.shape[0], dtype=torch.int64)
         self.state.append(key_states, value_states, padding.to(key_states.device))
-        if self._config._attn_implementation == IMPLEMENTATION:
+        if self._config._attn_implementation in reads_codes:
             return Handle(self, key_states), Handle(self, value_states)
         self.counters.dense += 1
         self.counters.saw(self.state.slots)
@@ -193,6 +204,11 @@ class ResidentCache(Cache):
     def coded_layers(self) -> dict[int, ResidentLayer]:
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, ResidentLayer)}
 
+    @property
+    def values_per_token(self) -> int:
+        """Numbers that one token leaves in the coded layers."""
+        return sum(layer.state.plan.values_per_token for layer in self.coded_layers().values())
+
     def sizes(self) -> ResidentSizes:
         """Bytes really held, and tokens."""
         held = [layer.state.held_bytes() for layer in self.coded_layers().values()]
@@ -205,6 +221,12 @@ class ResidentCache(Cache):
             coded_tokens=max((state.coded_tokens * state.rows for state in states), default=0),
             tokens=max((state.slots * state.rows for state in states), default=0),
         )
+
+
+def coded_layers(model: Any) -> list[int]:
+    """Layers of a model that a resident cache codes: those of full attention."""
+    types, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    return [index for index, kind in enumerate(types) if kind == _CODED_TYPE]
 
 
 def _check_types(types: list[str], layers: Mapping[int, LayerPlan], config: Any) -> None:
@@ -221,7 +243,7 @@ def _check_types(types: list[str], layers: Mapping[int, LayerPlan], config: Any)
             f" {sorted(coded)[:8]}... ({len(coded)} in all).",
             "Use the codec of this model.",
         )
-    if getattr(config, "kv_lora_rank", None) and config._attn_implementation == IMPLEMENTATION:
+    if getattr(config, "kv_lora_rank", None) and config._attn_implementation in reads_codes:
         raise SourceUnsupported(
             "The model keeps latent keys (MLA), which its attention expands itself.",
             'Select another attention implementation: model.set_attn_implementation("sdpa").',
@@ -261,3 +283,49 @@ def _tensor_bytes(layer: Any) -> int:
         parts = value.values() if isinstance(value, dict) else [value]
         found += sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
     return found
+
+
+def uncompressed(cache: ResidentCache) -> DynamicCache:
+    """A plain cache of all that a resident one holds, in the dtype that it was given.
+
+    Raises ConfigInvalid when a layer keeps a window of its tokens only, or nothing was read yet.
+    """
+    plain = DynamicCache()
+    tokens = cache.get_seq_length()
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, ResidentLayer) and not layer.state.is_empty:
+            keys: Any = layer.state.dense("keys", layer.state.dtype)
+            values: Any = layer.state.dense("values", layer.state.dtype)
+        else:
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.shape[-2] != tokens:
+            raise ConfigInvalid(
+                f"Layer {index} of the cache ({type(layer).__name__}) does not hold all {tokens} tokens.",
+                "Read the text into a DynamicCache() without a config, whose layers keep every token, and encode that.",
+            )
+        plain.update(keys, values, index)
+    return plain
+
+
+def take(layer: Any, keys: Tensor, values: Tensor, padding: Tensor) -> None:
+    """Fill one layer of a new cache with everything that was read, [B, H, T, D]; padding [B]."""
+    if isinstance(layer, ResidentLayer):
+        layer.state.append(keys, values, padding)
+        layer.state.settle()
+    else:
+        layer.update(keys, values)
+
+
+def same_weights(model: Any, other: Any) -> bool:
+    """Whether two models look like one: the same parameters by name and shape, and a few numbers of each."""
+    ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
+    if ours.keys() != theirs.keys():
+        return False
+    for name, weight in ours.items():
+        if weight.shape != theirs[name].shape:
+            return False
+        stride = max(1, weight.numel() // _COMPARED_NUMBERS)
+        a, b = (x.detach().flatten()[::stride].float().cpu() for x in (weight, theirs[name]))
+        if not torch.allclose(a, b, rtol=_ROUNDING, atol=_ROUNDING * float(b.abs().max())):
+            return False
+    return True

@@ -6,6 +6,9 @@ Layers that hold no codes, and passes without a cache, get ordinary attention. W
 honoured or refused by name, never passed over.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kvalign.errors import ConfigInvalid, SourceUnsupported
 from kvalign.kernels import reference
 from kvalign.resident.attention import Mask, attend
-from kvalign.resident.cache import IMPLEMENTATION, Handle
+from kvalign.resident.cache import IMPLEMENTATION, Handle, reads_codes
 
 # What models pass along without meaning it for attention.
 _NOT_FOR_ATTENTION = {
@@ -42,6 +45,25 @@ def register() -> None:
     """Make "kvalign" an attention implementation that models can be set to, with its masks."""
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+@contextmanager
+def fused_attention(model: Any) -> Iterator[bool]:
+    """While the block runs, the model's attention reads codes; yields False for a model that cannot be set to it."""
+    before = model.config.get_text_config(decoder=True)._attn_implementation
+    register()
+    if before in reads_codes:
+        yield True
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.set_attn_implementation(IMPLEMENTATION)
+    able = model.config.get_text_config(decoder=True)._attn_implementation == IMPLEMENTATION
+    try:
+        yield able
+    finally:
+        if able:
+            model.set_attn_implementation(before)
 
 
 def attention(

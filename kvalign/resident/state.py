@@ -58,6 +58,7 @@ class LayerState:
         self.pages: list[dict[Kind, Pages]] = []  # of each group
         self.raw_tokens = 0  # newest tokens in the buffers below, behind the sinks
         self.padding = torch.zeros(0, dtype=torch.int64)  # [B]
+        self.dtype = torch.float32  # of what was appended
         self._raw: dict[Kind, Tensor] = {}  # [B, H, sinks + room, D] in 16 bit
         self._gathered: dict[int, cpu.Coded] = {}  # forgotten whenever pages change
 
@@ -221,7 +222,7 @@ class LayerState:
     # ---- within
 
     def _begin(self, keys: Tensor, values: Tensor) -> None:
-        dtype = keys.dtype
+        self.dtype = dtype = keys.dtype
         if dtype == torch.float32:
             peak = max(float(keys.abs().max()), float(values.abs().max())) if keys.numel() else 0.0
             dtype = torch.float16 if peak < _FLOAT16_SAFE else torch.bfloat16

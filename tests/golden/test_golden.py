@@ -33,7 +33,7 @@ def decoded_tensors(codec: Codec, data: bytes) -> dict[str, Tensor]:
     """keys.LAYER and values.LAYER, [B, H, T / EVERY, D] in the cache's dtype: some of the tokens, for small files."""
     return {
         f"{kind}.{index}": getattr(layer, kind)[:, :, ::EVERY].contiguous()
-        for index, layer in enumerate(codec.decode(data).layers)
+        for index, layer in enumerate(codec.decode_dense(data).layers)
         for kind in ("keys", "values")
     }
 

@@ -118,7 +118,7 @@ def test_recomputed_layers_come_back_whole_and_stored_ones_as_the_reference_says
     model, ids = tiny_model(family), some_ids(150)
     artifact = fitted_to(model, recomputed=recomputed)
     codec, cache, step = artifact.codec(model), read(model, ids), artifact.recommended_step + offset
-    decoded = codec.decode(codec.encode(cache, input_ids=ids, step=step))
+    decoded = codec.decode_dense(codec.encode(cache, input_ids=ids, step=step))
     for ours, theirs in zip(layer_tensors(decoded)[:recomputed], layer_tensors(cache), strict=False):
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -143,7 +143,7 @@ def test_every_dtype_comes_back_in_its_own(artifact: Artifact, dtype: torch.dtyp
     for offset in (-80, -40, 0):
         data = codec.encode(cache, input_ids=ids, step=codec.recommended + offset)
         assert codec.sizes(data).total == len(data)
-        (first, stored), (cached_first, cached_stored) = (layer_tensors(c) for c in (codec.decode(data), cache))
+        (first, stored), (cached_first, cached_stored) = (layer_tensors(c) for c in (codec.decode_dense(data), cache))
         for a, b, c, d in zip(first, cached_first, stored, cached_stored, strict=True):
             assert {a.dtype, c.dtype} == {dtype}
             assert distance(a, b) <= ROUNDING[dtype]
@@ -164,7 +164,7 @@ def test_where_nothing_is_coded_the_prediction_remains(model: Any, artifact: Art
     positions = torch.arange(400)[body]
     for group, kind in enumerate(KINDS):
         x, found = (
-            token_matrix(c, kind, artifact.shape, 0, body, positions, (1, 2)) for c in (cache, codec.decode(data))
+            token_matrix(c, kind, artifact.shape, 0, body, positions, (1, 2)) for c in (cache, codec.decode_dense(data))
         )
         torch.testing.assert_close(
             found.double(), reference(artifact, x, features, group, 400), rtol=1e-4, atol=1e-4 * float(x.abs().max())
@@ -184,12 +184,12 @@ def test_every_byte_is_counted_at_every_length(model: Any, codec: Codec, tokens:
     assert sizes.verbatim == (2 * 32 + 2) * (tokens - body)
     assert sizes.side_info == payload.table_bytes + 2 * body
     assert payload.rows[0].ids == some_ids(tokens).numpy().astype("<u2").tobytes()
-    assert codec.decode(data).get_seq_length() == tokens
+    assert codec.decode_dense(data).get_seq_length() == tokens
 
 
 def test_raw_blocks_give_the_stored_layers_back_in_sixteen_bit(model: Any, codec: Codec) -> None:
     cache, ids = read(model, some_ids(40)), some_ids(40)
-    decoded = codec.decode(codec.encode(cache, input_ids=ids, step=-400))
+    decoded = codec.decode_dense(codec.encode(cache, input_ids=ids, step=-400))
     for a, b in zip(layer_tensors(decoded)[1], layer_tensors(cache)[1], strict=True):
         assert torch.equal(a, b.half().float())
 
@@ -205,7 +205,7 @@ def test_ids_take_two_bytes_or_four(large_vocabulary: Any, largest: int, id_byte
     assert np.frombuffer(payload.rows[0].ids, f"<u{id_bytes}").tolist() == ids[0].tolist()
     assert codec.sizes(data).total == len(data)
     first = FirstLayers(large_vocabulary, 1).run(ids[0]).layers[0]
-    assert torch.equal(layer_tensors(codec.decode(data))[0][0], first[0])
+    assert torch.equal(layer_tensors(codec.decode_dense(data))[0][0], first[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
@@ -228,9 +228,9 @@ def test_each_row_of_a_padded_batch_is_the_row_alone(artifact: Artifact, dtype: 
     padded = torch.cat([torch.nn.functional.pad(row, (tokens - row.shape[1], 0), value=257) for row in ids])
     data = codec.encode(behind_padding(caches, tokens), input_ids=padded, attention_mask=mask)
     assert codec.sizes(data).total == len(data)
-    decoded = layer_tensors(codec.decode(data))
+    decoded = layer_tensors(codec.decode_dense(data))
     for row, (padding, cache) in enumerate(zip(paddings, caches, strict=True)):
-        alone = layer_tensors(codec.decode(codec.encode(cache, input_ids=ids[row])))
+        alone = layer_tensors(codec.decode_dense(codec.encode(cache, input_ids=ids[row])))
         for ours, theirs in zip(decoded, alone, strict=True):
             for a, b in zip(ours, theirs, strict=True):
                 assert not a[row, :, :padding].any()
@@ -243,7 +243,7 @@ def test_a_row_of_padding_alone_holds_nothing(model: Any, codec: Codec) -> None:
     mask = torch.tensor([[1] * tokens, [0] * tokens])
     data = codec.encode(cache, input_ids=torch.cat([ids, ids]), attention_mask=mask)
     assert codec.sizes(data).total == len(data)
-    for pair in layer_tensors(codec.decode(data)):
+    for pair in layer_tensors(codec.decode_dense(data)):
         for x in pair:
             assert x[0].any()
             assert not x[1].any()
@@ -257,7 +257,7 @@ def test_a_batch_that_was_watched_under_its_padding_round_trips(model: Any, code
     with torch.no_grad(), codec.watch() as watched:
         _, cache = run(model, ids, attention_mask=mask, position_ids=positions)
     data = codec.encode(cache, input_ids=ids, attention_mask=mask, watched=watched, step=codec.recommended - 80)
-    for ours, theirs in zip(layer_tensors(codec.decode(data)), layer_tensors(cache), strict=True):
+    for ours, theirs in zip(layer_tensors(codec.decode_dense(data)), layer_tensors(cache), strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert distance(a[0], b[0]) < 0.02
             assert distance(a[1, :, 9:], b[1, :, 9:]) < 0.02
@@ -320,7 +320,7 @@ def test_what_was_watched_of_another_text_does_no_harm(tiny_model: Models, famil
     with torch.no_grad(), codec.watch() as other:
         run(model, some_ids(100, seed=4))
     cache = read(model, ids)
-    decoded = codec.decode(codec.encode(cache, input_ids=ids, watched=other, step=codec.recommended - 80))
+    decoded = codec.decode_dense(codec.encode(cache, input_ids=ids, watched=other, step=codec.recommended - 80))
     assert distance(layer_tensors(decoded)[recomputed][1], layer_tensors(cache)[recomputed][1]) < 0.02
 
 
@@ -330,7 +330,7 @@ def test_passes_of_different_batches_are_not_joined(model: Any, codec: Codec) ->
         run(model, torch.cat([some_ids(20), some_ids(20, seed=4)]))
         _, cache = run(model, ids)
     assert watched.features(0, 0, torch.cat([some_ids(20)[0], ids[0]])) is None
-    assert codec.decode(codec.encode(cache, input_ids=ids, watched=watched)).get_seq_length() == 50
+    assert codec.decode_dense(codec.encode(cache, input_ids=ids, watched=watched)).get_seq_length() == 50
 
 
 def test_inputs_of_another_length_are_not_taken(model: Any, codec: Codec) -> None:
@@ -374,7 +374,7 @@ def test_tokens_decoded_alone_are_those_of_the_whole(
     mask = torch.tensor([[1] * 310, [0] * 10 + [1] * 300])
     data = codec.encode(cache, input_ids=ids, attention_mask=mask, step=codec.recommended + offset)
     start, stop = span
-    whole = layer_tensors(codec.decode(data))
+    whole = layer_tensors(codec.decode_dense(data))
     for ours, theirs in zip(codec.decode_tokens(data, start, stop, row=1), whole, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             # Fewer tokens are multiplied in another order.
@@ -437,7 +437,7 @@ def test_a_single_wrong_id_is_refused(model: Any, codec: Codec) -> None:
 def test_ids_of_the_wrong_row_are_refused(model: Any, codec: Codec) -> None:
     ids = torch.cat([some_ids(30), some_ids(30, seed=4)])
     cache = read(model, ids)
-    assert codec.decode(codec.encode(cache, input_ids=ids)).get_seq_length() == 30
+    assert codec.decode_dense(codec.encode(cache, input_ids=ids)).get_seq_length() == 30
     with pytest.raises(ConfigInvalid, match="not made from these input_ids"):
         codec.encode(cache, input_ids=ids.flip(0))
 
@@ -452,7 +452,7 @@ def test_a_codec_without_a_model_counts_bytes_and_no_more(model: Any, artifact: 
     bare, cache, ids = artifact.codec(), read(model, some_ids(10)), some_ids(10)
     data = codec.encode(cache, input_ids=ids)
     assert bare.sizes(data) == codec.sizes(data)
-    for work in (lambda: bare.encode(cache, input_ids=ids), lambda: bare.decode(data), bare.watch().__enter__):
+    for work in (lambda: bare.encode(cache, input_ids=ids), lambda: bare.decode_dense(data), bare.watch().__enter__):
         with pytest.raises(ConfigInvalid, match="was given no model") as caught:
             work()
         assert "Artifact.codec" in caught.value.remedy
@@ -463,13 +463,13 @@ def test_payloads_of_ids_that_the_model_does_not_know_are_refused(model: Any, co
     data = codec.encode(read(model, some_ids(10)), input_ids=some_ids(10))
     for row in ({"ids": b"\x02\x01" * 10}, {"ids": b"\xff" * 20}):
         with pytest.raises(PayloadInvalid, match="tokens that the model does not know"):
-            codec.decode(with_row(data, codec, row))
+            codec.decode_dense(with_row(data, codec, row))
     with pytest.raises(PayloadInvalid, match="does not begin at position 0"):
-        codec.decode(with_row(data, codec, {"position": 1}))
+        codec.decode_dense(with_row(data, codec, {"position": 1}))
     with pytest.raises(PayloadInvalid, match="tokens that the model does not know"):
-        codec.decode(with_row(data, codec, {"ids": b"\xff" * 40}, id_bytes=4))
+        codec.decode_dense(with_row(data, codec, {"ids": b"\xff" * 40}, id_bytes=4))
     # The largest id known is no one's: other layers come of it, and no error.
-    assert not equal(codec.decode(with_row(data, codec, {"ids": b"\x01\x01" * 10})), codec.decode(data))
+    assert not equal(codec.decode_dense(with_row(data, codec, {"ids": b"\x01\x01" * 10})), codec.decode_dense(data))
 
 
 def test_payloads_without_ids_are_told_apart(model: Any, codec: Codec) -> None:
@@ -486,4 +486,4 @@ def test_a_codec_that_stores_every_layer_takes_no_ids(model: Any) -> None:
     data = codec.encode(cache)
     assert codec.encode(cache, input_ids=some_ids(10, seed=9)) == data
     with pytest.raises(PayloadInvalid, match="token ids where its codec stores every layer"):
-        codec.decode(with_row(data, codec, {"ids": bytes(20)}, id_bytes=2))
+        codec.decode_dense(with_row(data, codec, {"ids": bytes(20)}, id_bytes=2))

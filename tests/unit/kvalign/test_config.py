@@ -86,7 +86,7 @@ def test_two_targets_are_refused() -> None:
         ("codec.recent_tokens", (0, 4096), (-1, 4097)),
         ("codec.recomputed_layers", (0, 64), (-1, 65, 1.5)),
         ("codec.layer_group_size", (1, 1024), (0, 1025)),
-        ("codec.resident_bits", (4,), (0.9, 8.1)),
+        ("codec.resident_bits", (2, 3.5, 8), (1.9, 8.1)),
         ("calibration.tokens", (1024, 4_194_304), (1023, 4_194_305)),
         ("calibration.sequence_length", (64, 32_768), (63, 32_769)),
         ("calibration.seed", (0, 2**32 - 1), (-1, 2**32)),
