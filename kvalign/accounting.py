@@ -103,3 +103,23 @@ def resident_coded_ratio(values_per_token: int, sizes: ResidentSizes) -> float:
 def resident_cache_ratio(values_per_token: int, sizes: ResidentSizes) -> float:
     """bf16 bytes of the tokens held / bytes held for them, sinks and newest tokens included, in the coded layers."""
     return RAW_BYTES_PER_VALUE * values_per_token * sizes.tokens / max(1, sizes.coded + sizes.verbatim)
+
+
+def projected_resident_ratio(
+    values_per_token: int, bits_per_value: float, tokens: int, verbatim_tokens: float
+) -> float:
+    """Ratio of a resident cache of `tokens`, of which `verbatim_tokens` lie in 16 bit beside the pages."""
+    raw = RAW_BYTES_PER_VALUE * values_per_token
+    verbatim = min(float(tokens), verbatim_tokens)
+    return raw * tokens / (raw * verbatim + (tokens - verbatim) * values_per_token * bits_per_value / 8)
+
+
+def merged_resident(sizes: list[ResidentSizes]) -> ResidentSizes:
+    """Sizes of several resident caches together."""
+    return ResidentSizes(
+        coded=sum(item.coded for item in sizes),
+        verbatim=sum(item.verbatim for item in sizes),
+        other=sum(item.other for item in sizes),
+        coded_tokens=sum(item.coded_tokens for item in sizes),
+        tokens=sum(item.tokens for item in sizes),
+    )

@@ -3,7 +3,8 @@
     calibrate   stream keys, values, what predicts them, and gradients of calibration text into sums
     align       weighted principal basis over all layers and heads, and how alike the heads are
     fit         component scales and symbol tables, and the resident form, on calibration text kept aside
-    validate    search the step on held-out text, cut the codec to what it needs, measure it by protocol R
+    validate    search the step on held-out text, cut the codec to what it needs, measure it by protocol R, and the
+                resident form by protocol C through fused attention
     report      judge the gate; write report.json, the card and the artifact
 
 Each stage leaves its output in work_dir under a hash of its inputs: calling convert again goes on after the last
@@ -29,6 +30,7 @@ from kvalign.codec import Codec
 from kvalign.config import ConversionConfig
 from kvalign.errors import ConfigInvalid, DatasetInvalid, QualityGate
 from kvalign.evaluate.protocol import PreparedWindow, prepare
+from kvalign.evaluate.resident import ResidentResult, measure_resident
 from kvalign.evaluate.search import Measurement, Target, measure, search_step
 from kvalign.evaluate.validation import Validation
 from kvalign.geometry import Kind
@@ -262,12 +264,23 @@ class _Conversion:
                 measured.append(self._measure(codec, prepared, step, stages))
         validation = Validation.of(
             measured,
+            self._measure_resident(stored, stages),
             floor_kl=max(window.floor_kl for window in prepared),
             prefix_tokens=self._windows[0].prefix.numel(),
             continuation_tokens=self._windows[0].continuation.numel(),
         )
         validation.save(folder)
         stored.with_curve(validation.curve, validation.step).save(folder)
+
+    def _measure_resident(self, stored: Artifact, stages: Stages) -> ResidentResult:
+        assert stored.resident_plan is not None
+        windows = iter(range(1, len(self._windows) + 1))
+        return measure_resident(
+            self._model,
+            stored.resident_plan,
+            self._windows,
+            lambda: stages.tell("validate", next(windows), len(self._windows), "windows through the resident cache"),
+        )
 
     def _search(
         self,

@@ -12,6 +12,7 @@ from kvalign.artifact import Artifact, load_artifact, sha256_of
 from kvalign.capture import load_model, load_tokenizer
 from kvalign.errors import ArtifactInvalid, DatasetInvalid
 from kvalign.evaluate.protocol import FLOOR_LIMIT, prepare
+from kvalign.evaluate.resident import ResidentResult, measure_resident
 from kvalign.evaluate.search import measure
 from kvalign.evaluate.validation import DomainResult, Validation
 from kvalign.load import fetch, model_folder
@@ -56,7 +57,7 @@ def verify(
     where        revision, token, endpoint, as kvalign.load takes them
 
     Raises ArtifactInvalid when there is no report or the parts do not fit each other, DatasetInvalid for other text.
-    Cost: two passes over the validation windows.
+    Cost: five passes over the validation windows.
     """
     folder = fetch(repo_or_folder, **where)
     artifact = load_artifact(folder)
@@ -146,6 +147,7 @@ def _quality(artifact: Artifact, report: dict[str, Any], weights: Path, document
     prepared = list(prepare(model, windows))
     found = Validation.of(
         [measure(model, artifact.codec(model), prepared, artifact.recommended_step, lambda: None)],
+        measure_resident(model, artifact.resident_plan, windows) if artifact.resident_plan else None,
         floor_kl=max(window.floor_kl for window in prepared),
         prefix_tokens=quality["prefix_tokens"],
         continuation_tokens=quality["continuation_tokens"],
@@ -157,6 +159,22 @@ def _quality(artifact: Artifact, report: dict[str, Any], weights: Path, document
             yield from _domain_claims(name, claimed, found.domains[name])
         else:
             yield Claim(f"{name}: is in the text", True, False, None)
+    if found.resident is not None:
+        yield from _resident_claims(report["resident"], found.resident)
+
+
+def _resident_claims(claimed: dict[str, Any], found: ResidentResult) -> Iterator[Claim]:
+    yield Claim("resident: bits a number", claimed["bits_per_value"], found.bits_per_value, 1e-9)
+    yield Claim("resident: ratio of coded tokens", claimed["coded_ratio"], found.coded_ratio, 1e-6)
+    for name, summary in {"all text": found.summary, **found.domains}.items():
+        told = claimed["quality"]["overall"] if name == "all text" else claimed["quality"]["domains"].get(name)
+        if told is None:
+            yield Claim(f"resident, {name}: is in the report", True, False, None)
+            continue
+        half = (told["kl_high"] - told["kl_low"]) / 2
+        yield Claim(f"resident, {name}: mean KL", told["kl_mean"], summary.kl_mean, max(half, 0.01 * told["kl_mean"]))
+        yield Claim(f"resident, {name}: top-1 agreement", told["top1"], summary.top1, _TOP1_TOLERANCE)
+    yield Claim("resident: fused kernel within its limit of plain attention", True, found.kernel_holds, None)
 
 
 def _domain_claims(name: str, claimed: dict[str, Any], found: DomainResult) -> Iterator[Claim]:

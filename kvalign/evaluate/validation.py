@@ -1,4 +1,7 @@
-"""What validation found, as it is stored between stages: the chosen step, the curve, every window. Plain data."""
+"""What validation found, as it is stored between stages: the chosen step, the curve, every window, the resident form.
+
+Plain data.
+"""
 
 import json
 from collections.abc import Sequence
@@ -10,6 +13,7 @@ from kvalign import accounting
 from kvalign.accounting import PayloadSizes
 from kvalign.curve import OperatingPoint
 from kvalign.evaluate.metrics import Summary, summarise
+from kvalign.evaluate.resident import ResidentResult
 from kvalign.evaluate.search import Measurement
 
 _FILE = "validation.json"
@@ -36,7 +40,7 @@ class WindowResult:
 
 @dataclass(frozen=True)
 class Validation:
-    """Protocol R on held-out text."""
+    """Protocol R on held-out text, and protocol C of the resident form."""
 
     step: int
     curve: tuple[OperatingPoint, ...]
@@ -47,10 +51,17 @@ class Validation:
     floor_kl: float
     prefix_tokens: int
     continuation_tokens: int
+    resident: ResidentResult | None
 
     @classmethod
     def of(
-        cls, measured: Sequence[Measurement], *, floor_kl: float, prefix_tokens: int, continuation_tokens: int
+        cls,
+        measured: Sequence[Measurement],
+        resident: ResidentResult | None,
+        *,
+        floor_kl: float,
+        prefix_tokens: int,
+        continuation_tokens: int,
     ) -> "Validation":
         """measured: the chosen step first, then the others."""
         chosen = measured[0]
@@ -65,6 +76,7 @@ class Validation:
             floor_kl=floor_kl,
             prefix_tokens=prefix_tokens,
             continuation_tokens=continuation_tokens,
+            resident=resident,
         )
 
     def save(self, folder: Path) -> None:
@@ -81,6 +93,7 @@ class Validation:
                 "domains": {name: _domain_from_json(part) for name, part in data["domains"].items()},
                 "windows": tuple(WindowResult(**window) for window in data["windows"]),
                 "sizes": PayloadSizes(**data["sizes"]),
+                "resident": ResidentResult.from_json(data["resident"]) if data["resident"] else None,
             }
         )
 

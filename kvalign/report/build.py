@@ -13,9 +13,11 @@ from kvalign.align.procrustes import HeadAlignment
 from kvalign.artifact import Artifact
 from kvalign.config import ConversionConfig
 from kvalign.evaluate.protocol import FLOOR_LIMIT
+from kvalign.evaluate.resident import CHUNK_TOKENS, KERNEL_LIMIT, SINGLE_TOKENS, ResidentResult
 from kvalign.evaluate.validation import DomainResult, Validation
-from kvalign.geometry import Kind
+from kvalign.geometry import KINDS, Kind
 from kvalign.report.source_card import carried_fields
+from kvalign.resident.layout import PAGE_TOKENS
 from kvalign.text import Document, fingerprint
 
 SCHEMA_VERSION = 1
@@ -26,7 +28,7 @@ _WORST_WINDOWS = 3
 NOT_MEASURED = (
     "generation quality beyond teacher-forced next-token distributions (no task accuracy, no recall of keys)",
     "prefixes longer than the windows above, and prefixes that many continuations share",
-    "speed, and memory held while generating: the cache is decoded to its uncompressed form before use",
+    "speed: `python -m benchmarks.generate` and `benchmarks.fused_attention` measure it side by side on one machine",
     "other codecs at equal bytes",
 )
 
@@ -79,6 +81,7 @@ def build_report(
                 for window in sorted(validation.windows, key=lambda window: -window.kl_mean)[:_WORST_WINDOWS]
             ],
         },
+        "resident": _resident(config, artifact, validation.resident),
         "operating_points": [asdict(point) for point in validation.curve],
         "head_alignment": {kind: asdict(found) for kind, found in heads.items()},
         "calibration": (artifact.provenance or {}).get("calibration", {}),
@@ -102,6 +105,43 @@ def build_report(
     }
 
 
+def _resident(config: ConversionConfig, artifact: Artifact, found: ResidentResult | None) -> dict[str, Any]:
+    assert artifact.resident is not None
+    assert found is not None
+    layers = artifact.resident.geometry.values()
+    values = sum(layer.width(kind) for layer in layers for kind in KINDS)
+    room = artifact.sink_tokens + found.recent_tokens + PAGE_TOKENS
+    return {
+        "bits": config.codec.resident_bits,
+        "bits_per_value": found.bits_per_value,
+        "basis": artifact.resident.basis,
+        "coded_layers": len(artifact.resident.layers),
+        "page_tokens": PAGE_TOKENS,
+        "recent_tokens": found.recent_tokens,
+        "coded_ratio_means": "bf16 bytes of the tokens on pages / bytes of their pages, scales included",
+        "coded_ratio": found.coded_ratio,
+        "cache_ratio_means": "bf16 bytes of the coded layers / bytes held, room for newest tokens included",
+        "cache_ratio_by_tokens": {
+            str(tokens): accounting.projected_resident_ratio(values, found.bits_per_value, tokens, room)
+            for tokens in _CACHE_LENGTHS
+        },
+        "quality": {
+            "protocol": "C",
+            "chunk_tokens": CHUNK_TOKENS,
+            "single_tokens": SINGLE_TOKENS,
+            "floor_kl": found.floor_kl,
+            "overall": asdict(found.summary),
+            "domains": {name: asdict(summary) for name, summary in found.domains.items()},
+        },
+        "kernel": {
+            "calls": found.kernels,
+            "dense_layers": found.dense_layers,
+            "relative_error": found.kernel_error,
+            "limit": KERNEL_LIMIT,
+        },
+    }
+
+
 def gate_failures(config: ConversionConfig, validation: Validation) -> list[str]:
     """What the gate holds against it, a line each; none when it may be published."""
     gate = config.validation.gate
@@ -117,6 +157,25 @@ def gate_failures(config: ConversionConfig, validation: Validation) -> list[str]
             failures.append(f"mean KL on '{name}' is {summary.kl_mean:.4g} nats, above the gate's {gate.max_kl:g}")
         if not summary.top1 >= gate.min_top1:
             failures.append(f"top-1 agreement on '{name}' is {summary.top1:.4f}, below the gate's {gate.min_top1:g}")
+    resident = validation.resident
+    if resident is not None:
+        if not resident.floor_kl < FLOOR_LIMIT:
+            failures.append(
+                f"the resident run is void: its floor is KL {resident.floor_kl:.2g} (limit {FLOOR_LIMIT:g})"
+            )
+        if not resident.kernel_holds:
+            failures.append(f"the fused kernel is off by {resident.kernel_error:.2g} (limit {KERNEL_LIMIT:g})")
+        for name, summary in resident.domains.items():
+            if not summary.kl_mean <= gate.max_kl:
+                failures.append(
+                    f"mean KL of the resident cache on '{name}' is {summary.kl_mean:.4g} nats, above the gate's"
+                    f" {gate.max_kl:g}"
+                )
+            if not summary.top1 >= gate.min_top1:
+                failures.append(
+                    f"top-1 agreement of the resident cache on '{name}' is {summary.top1:.4f}, below the gate's"
+                    f" {gate.min_top1:g}"
+                )
     return failures
 
 

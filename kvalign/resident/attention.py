@@ -121,8 +121,7 @@ def _fused_on_cpu(
     for index, group in enumerate(state.plan.groups):
         heads = slice(group.first_head * shared, group.end_head * shared)
         raw_keys, raw_values = (
-            state.raw_buffer(kind)[:, group.first_head : group.end_head].view(torch.int16).numpy()
-            for kind in KINDS
+            state.raw_buffer(kind)[:, group.first_head : group.end_head].view(torch.int16).numpy() for kind in KINDS
         )
         out.append(
             cpu.attend_one(

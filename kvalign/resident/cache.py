@@ -23,7 +23,6 @@ from transformers.cache_utils import (
 
 from kvalign.accounting import ResidentSizes
 from kvalign.errors import ConfigInvalid, SourceUnsupported
-from kvalign.geometry import KINDS
 from kvalign.resident.attention import Counters
 from kvalign.resident.plan import LayerPlan, ResidentPlan
 from kvalign.resident.state import LayerState
