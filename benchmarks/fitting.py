@@ -17,6 +17,9 @@ from kvalign.capture import CacheShape, Captured, capture, load_model, load_toke
 from kvalign.config import Metric
 from kvalign.convert import TOKEN_BETA
 from kvalign.recompute import default_count
+from kvalign.resident.cache import coded_layers
+from kvalign.resident.fit import fit_resident
+from kvalign.resident.stored import StoredResident
 from kvalign.statistics import Statistics
 from kvalign.text import Document, token_sequences
 
@@ -145,6 +148,19 @@ def fitted(subject: Subject, calibration: Calibration, *, finest_ratio: float, t
         recent_tokens=0,
         recommended_step=step,
         token_beta=token_beta,
+    )
+
+
+def fitted_resident(subject: Subject, calibration: Calibration, *, bits: float) -> StoredResident:
+    """The resident form as convert fits it."""
+    return fit_resident(
+        calibration.statistics,
+        subject.shape,
+        calibration.kept_aside,
+        bits=bits,
+        sink_tokens=SINK_TOKENS,
+        layers=coded_layers(subject.model),
+        position_limit=subject.position_limit,
     )
 
 

@@ -159,8 +159,8 @@ No layer of this model has full attention; the resident cache leaves all of them
 `codec.cache(model)` holds {found["coded_layers"]} layers as codes of {found["bits_per_value"]:.2f} bits a number,
 scales included: **{found["coded_ratio"]:.2f} times smaller** than bfloat16 for tokens on pages, and for a whole cache,
 with the first {report["codec"]["sink_tokens"]} tokens, the newest {found["recent_tokens"]} and up to a page more in
-16 bit: {lengths} tokens. Attention reads the codes as they are; calls while this was measured: {ran}; layers uncompressed:
-{kernel["dense_layers"]}.{held}
+16 bit: {lengths} tokens. Attention reads the codes as they are; calls while this was measured: {ran};
+layers uncompressed: {kernel["dense_layers"]}.{held}
 
 Protocol C: every window is read through the compressed cache from its first token on, in chunks of
 {quality["chunk_tokens"]} and the last {quality["single_tokens"]} tokens one by one.

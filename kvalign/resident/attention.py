@@ -143,13 +143,25 @@ def _fused_on_cpu(
 
 def _visible(state: LayerState, mask: Mask) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint64]]:
     """For one query a row: raw tokens that are seen [B, n], slots of pages that are not [B, slots or 0], first [B]."""
-    slots, first = state.raw_slots().numpy(), state.first_coded.numpy().astype(np.uint64)
-    seen = slots >= 0
+    first = state.first_coded_array
     if mask.visible is None:
-        return seen.view(np.uint8), np.zeros((state.rows, 0), dtype=np.uint8), first
+        return _unmasked(state), np.zeros((state.rows, 0), dtype=np.uint8), first
+    slots = state.raw_slots().numpy()
+    seen = slots >= 0
     visible = mask.visible[:, 0, 0].expand(state.rows, -1).numpy()
     seen &= np.take_along_axis(visible, np.maximum(slots, 0), axis=1)
     return seen.view(np.uint8), (~visible[:, : state.coded_tokens]).view(np.uint8), first
+
+
+def _unmasked(state: LayerState) -> NDArray[np.uint8]:
+    """As LayerState.raw_slots says it, [B, sinks + raw tokens]; without padding in a few microseconds."""
+    if state.most_padding:
+        return (state.raw_slots() >= 0).numpy().view(np.uint8)
+    sinks = state.sink_tokens
+    seen = np.ones((state.rows, sinks + state.raw_tokens), dtype=np.uint8)
+    seen[:, state.slots : sinks] = 0
+    seen[:, sinks : max(sinks, 2 * sinks - state.coded_tokens)] = 0
+    return seen
 
 
 # ---- several queries a row

@@ -74,7 +74,9 @@ class Pass:
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             seen = attention_mask.bool()
             first = seen.int().argmax(1)
-            self.padding = torch.where(seen.any(1), first, torch.full_like(first, seen.shape[1]))
+            padding = torch.where(seen.any(1), first, torch.full_like(first, seen.shape[1]))
+            if self.padding is None or not torch.equal(padding, self.padding):
+                self.padding = padding
 
 
 class ResidentLayer(CacheLayerMixin):
@@ -107,12 +109,12 @@ class ResidentLayer(CacheLayerMixin):
             raise ConfigInvalid(
                 "The cache is used by a model that it was not made for.", "Make one with codec.cache(model) for it."
             )
+        _refuse_latent(self._config)
         self.state.settle()
         padding = self._pass.padding
         if padding is None or padding.numel() != key_states.shape[0]:
-            padding = self.state.padding
-            if padding.numel() != key_states.shape[0]:
-                padding = torch.zeros(key_states.shape[0], dtype=torch.int64)
+            # No mask was given: what is held says it, and where nothing is held there is none.
+            padding = self.state.padding if self.state.rows else torch.zeros(key_states.shape[0], dtype=torch.int64)
         self.state.append(key_states, value_states, padding.to(key_states.device))
         if self._config._attn_implementation in reads_codes:
             return Handle(self, key_states), Handle(self, value_states)
@@ -242,6 +244,10 @@ def _check_types(types: list[str], layers: Mapping[int, LayerPlan], config: Any)
             f" {sorted(coded)[:8]}... ({len(coded)} in all).",
             "Use the codec of this model.",
         )
+    _refuse_latent(config)
+
+
+def _refuse_latent(config: Any) -> None:
     if getattr(config, "kv_lora_rank", None) and config._attn_implementation in reads_codes:
         raise SourceUnsupported(
             "The model keeps latent keys (MLA), which its attention expands itself.",

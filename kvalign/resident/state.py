@@ -10,6 +10,7 @@ A token is coded once, from what the model computed; nothing is ever coded again
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,8 @@ class LayerState:
         self.pages: list[dict[Kind, Pages]] = []  # of each group
         self.raw_tokens = 0  # newest tokens in the buffers below, behind the sinks
         self.padding = torch.zeros(0, dtype=torch.int64)  # [B]
+        self.most_padding = 0
+        self.first_coded_array = np.zeros(0, dtype=np.uint64)
         self.dtype = torch.float32  # of what was appended
         self._raw: dict[Kind, Tensor] = {}  # [B, H, sinks + room, D] in 16 bit
         self._gathered: dict[int, cpu.Coded] = {}  # forgotten whenever pages change
@@ -94,6 +97,7 @@ class LayerState:
     def append(self, keys: Tensor, values: Tensor, padding: Tensor) -> None:
         """Take new tokens, [B, H, T, D], in 16 bit. padding [B]: slots before each row's first token, as known now."""
         self._check(keys, values)
+        keys, values = keys.detach(), values.detach()
         if self.is_empty:
             self._begin(keys, values)
         if keys.shape[0] != self.rows:
@@ -101,7 +105,7 @@ class LayerState:
                 f"The cache holds {self.rows} rows; the new tokens have {keys.shape[0]}.",
                 "Use one cache for one batch.",
             )
-        self.padding = padding
+        self._set_padding(padding)
         self._make_room(keys.shape[2])
         at = self.sink_tokens + self.raw_tokens
         for kind, new in zip(KINDS, (keys, values), strict=True):
@@ -145,8 +149,10 @@ class LayerState:
                 self.counts.pop()
         for group in self.pages:
             for pages in group.values():
-                pages.codes = pages.codes[:, : len(self.counts)]
-                pages.scales = pages.scales[:, : len(self.counts)]
+                if pages.codes.shape[1] > len(self.counts):
+                    # Copies, so that the memory behind what is gone is given back.
+                    pages.codes = pages.codes[:, : len(self.counts)].clone()
+                    pages.scales = pages.scales[:, : len(self.counts)].clone()
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Pick, repeat or reorder the rows of the batch: `change` is given each tensor, rows first."""
@@ -155,7 +161,7 @@ class LayerState:
             for pages in group.values():
                 pages.each(change)
         self._raw = {kind: change(raw) for kind, raw in self._raw.items()}
-        self.padding = change(self.padding)
+        self._set_padding(change(self.padding))
 
     def reset(self) -> None:
         """Forget everything."""
@@ -230,11 +236,18 @@ class LayerState:
         for kind, new in zip(KINDS, (keys, values), strict=True):
             shape = (new.shape[0], new.shape[1], room, new.shape[3])
             self._raw[kind] = torch.zeros(shape, dtype=dtype, device=new.device)
-        self.padding = torch.zeros(keys.shape[0], dtype=torch.int64, device=keys.device)
+        self._set_padding(torch.zeros(keys.shape[0], dtype=torch.int64, device=keys.device))
         self.plan = self.plan.to(keys.device)
         self.pages = [
             {kind: _no_pages(group, kind, keys.shape[0], keys.device) for kind in KINDS} for group in self.plan.groups
         ]
+
+    def _set_padding(self, padding: Tensor) -> None:
+        """Keep what every token needs of it; the same tensor comes again and again."""
+        if padding is not self.padding:
+            self.padding = padding
+            self.most_padding = int(padding.max()) if padding.numel() else 0
+            self.first_coded_array = self.first_coded.cpu().numpy().astype(np.uint64)
 
     def _usual_room(self) -> int:
         """What decoding needs: a page waits until it is full."""
@@ -254,7 +267,7 @@ class LayerState:
 
     def _fill_sinks(self, raw: Tensor, new: Tensor, start: int) -> None:
         """Copy those of the new tokens, from slot `start` on, that are the first of their rows."""
-        if start >= int(self.padding.max()) + self.sink_tokens:
+        if start >= self.most_padding + self.sink_tokens:
             return
         for row in range(self.rows):
             first = int(self.padding[row])
