@@ -88,23 +88,23 @@ def _coefficients(  # type: ignore[no-untyped-def]
     row = tl.program_id(2).to(tl.int64)
     t = tl.arange(0, _PAGE)
     r = block * BLOCK + tl.arange(0, BLOCK)
-    scale = _scale(scales + row * scale_row_stride + page * scale_page_stride, t < _PAGE)
+    scale = _scale(scales + row * scale_row_stride + page * scale_page_stride, t, t < _PAGE)
     at = pages + row * row_stride + page * page_stride
-    level = _levels(at, widths, offsets, polynomials, planes, padded, block, BLOCK)
+    level = _levels(at, t, widths, offsets, polynomials, planes, padded, block, BLOCK)
     to = found + (row * ranks + r)[:, None] * (count * _PAGE) + page * _PAGE + t[None, :]
     tl.store(to, level * scale[None, :], mask=(r < ranks)[:, None])
 
 
 @triton.jit
-def _scale(scales, held):  # type: ignore[no-untyped-def]
-    """[PAGE_TOKENS] float32: scales of the tokens of a page; of those not held, one that is finite."""
-    code = tl.load(scales + tl.arange(0, _PAGE), mask=held, other=0)
+def _scale(scales, t, held):  # type: ignore[no-untyped-def]
+    """[T] float32: scales of the tokens t of a page; of those not held, one that is finite."""
+    code = tl.load(scales + t, mask=held, other=0)
     return tl.exp2((code.to(tl.float32) - _BIAS) / _STEPS)
 
 
 @triton.jit
-def _levels(page, widths, offsets, polynomials, planes, padded, block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[BLOCK, PAGE_TOKENS] float32: levels of a block of coefficients of the page at `page`; zeros past the last one.
+def _levels(page, t, widths, offsets, polynomials, planes, padded, block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK, T] float32: levels of a block of coefficients, tokens t of the page at `page`; zeros past the last one.
 
     The tables are padded to whole blocks: their own loads need no mask.
     """
@@ -113,15 +113,15 @@ def _levels(page, widths, offsets, polynomials, planes, padded, block, BLOCK: tl
     # Times 16 here, so that the compiler knows how bytes are aligned.
     start = tl.load(offsets + r)[:, None] * 16
     present = tl.load(planes + block)
-    code = tl.full([BLOCK, _PAGE], 0, tl.int32)
+    code = tl.full([BLOCK, t.shape[0]], 0, tl.int32)
     if present & 8:
-        code += _plane(page, width, start, 8)
+        code += _plane(page, t[None, :], width, start, 8)
     if present & 4:
-        code += _plane(page, width, start, 4)
+        code += _plane(page, t[None, :], width, start, 4)
     if present & 2:
-        code += _plane(page, width, start, 2)
+        code += _plane(page, t[None, :], width, start, 2)
     if present & 1:
-        code += _plane(page, width, start, 1)
+        code += _plane(page, t[None, :], width, start, 1)
     u = code.to(tl.float32)
     c0 = tl.load(polynomials + r)[:, None]
     c1 = tl.load(polynomials + padded + r)[:, None]
@@ -131,12 +131,11 @@ def _levels(page, widths, offsets, polynomials, planes, padded, block, BLOCK: tl
 
 
 @triton.jit
-def _plane(page, width, start, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[BLOCK, PAGE_TOKENS] int32: the part of codes that is in planes of BITS; zeros where a width has none.
+def _plane(page, t, width, start, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK, T] int32: the part of codes that is in planes of BITS; zeros where a width has none.
 
     Wider planes come before it: as many bits of the code as they have, and 16 bytes for each of these (layout.planes).
     """
-    t = tl.arange(0, _PAGE)[None, :]
     before = width & (16 - 2 * BITS)
     byte = tl.load(page + start + before * 16 + t % (16 * BITS), mask=(width & BITS) != 0, other=0)
     field = (byte.to(tl.int32) >> (t // (16 * BITS) * BITS)) & ((1 << BITS) - 1)
@@ -308,13 +307,13 @@ def _score_pages(  # type: ignore[no-untyped-def]
     seen = (t < tl.load(counts + page)) & (slot >= tl.load(first + row))
     if hidden is not None:
         seen = seen & (tl.load(hidden + row * slots + slot, mask=seen, other=1) == 0)
-    scale = _scale(scales + row * scale_row_stride + page * scale_page_stride, seen)
+    scale = _scale(scales + row * scale_row_stride + page * scale_page_stride, t, seen)
     at = pages + row * row_stride + page * page_stride
     query = absorbed + (row * heads + g) * (ranks + 2)
     score = tl.full([TILE, _PAGE], 0, tl.float32)
     for block in range(0, padded // BLOCK):
         r = block * BLOCK + tl.arange(0, BLOCK)
-        level = _levels(at, widths, offsets, polynomials, planes, padded, block, BLOCK)
+        level = _levels(at, t, widths, offsets, polynomials, planes, padded, block, BLOCK)
         part = tl.load(query[:, None] + r[None, :], mask=own[:, None] & (r < ranks)[None, :], other=0.0)
         score = tl.dot(part, level, score, input_precision="ieee")
     mean = tl.load(query + ranks + 1, mask=own, other=0.0)
@@ -358,6 +357,7 @@ def _sum_values(  # type: ignore[no-untyped-def]
     scale_page_stride,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     """A block of coefficients of the values, summed over a range of `share` pages with the probabilities of a tile."""
     split = tl.program_id(0).to(tl.int64)
@@ -365,12 +365,14 @@ def _sum_values(  # type: ignore[no-untyped-def]
     row = tl.program_id(2).to(tl.int64)
     g = tl.program_id(1) // (padded // BLOCK) * TILE + tl.arange(0, TILE)
     r = block * BLOCK + tl.arange(0, BLOCK)
-    t = tl.arange(0, _PAGE)
     own = g < heads
     top = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.full([TILE], 0, tl.float32)
     total = tl.full([TILE, BLOCK], 0, tl.float32)
-    for page in range(split * share, tl.minimum((split + 1) * share, count)):
+    chunks = _PAGE // TOKENS
+    for chunk in range(split * share * chunks, tl.minimum((split + 1) * share, count) * chunks):
+        page = chunk // chunks
+        t = chunk % chunks * TOKENS + tl.arange(0, TOKENS)
         at = scores + (row * heads + g)[:, None] * (count * _PAGE) + page * _PAGE + t[None, :]
         score = tl.load(at, mask=own[:, None], other=float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
@@ -378,9 +380,9 @@ def _sum_values(  # type: ignore[no-untyped-def]
         fade = tl.exp2(top - settled)
         p = tl.exp2(score - settled[:, None])
         weight = weight * fade + tl.sum(p, 1)
-        scale = _scale(scales + row * scale_row_stride + page * scale_page_stride, t < tl.load(counts + page))
+        scale = _scale(scales + row * scale_row_stride + page * scale_page_stride, t, t < tl.load(counts + page))
         codes = pages + row * row_stride + page * page_stride
-        level = _levels(codes, widths, offsets, polynomials, planes, padded, block, BLOCK)
+        level = _levels(codes, t, widths, offsets, polynomials, planes, padded, block, BLOCK)
         total = tl.dot(p * scale[None, :], tl.trans(level), total * fade[:, None], input_precision="ieee")
         top = higher
     to = (row * tl.num_programs(0) + split) * heads + g

@@ -27,8 +27,9 @@ from kvalign.statistics import Statistics
 _POSITIONS = 96  # places over which a key's turns are averaged
 _NEAR = 1024  # half of them among the first
 _SAMPLED_TOKENS = 1536
-_BOOK_SAMPLES = 120_000
-_BOOK_ROUNDS = 40
+_DISTORTED_TOKENS = 512
+_BOOK_SAMPLES = 60_000
+_BOOK_ROUNDS = 16
 _SMALLEST = 1e-12
 # Joint bases make attention multiply each query with all heads' coefficients: below this gain it is not worth it.
 _BITS_WORTH_A_HEAD = 0.05
@@ -275,9 +276,10 @@ def _allocate(spaces: Sequence[_Space], books: Books, bits: float) -> tuple[list
 
 def _distortions(space: _Space, books: Books) -> Tensor:
     """Mean squared error of each coefficient at each width from 0 on, [MAX_WIDTH + 1, P] float64."""
-    z = space.z.contiguous()
-    size = space.scale * space.deviation
-    found = [space.y.double().square().mean(0)]
+    picked = slice(None, None, max(1, space.y.shape[0] // _DISTORTED_TOKENS))
+    z = space.z[picked].contiguous()
+    size = space.scale[picked] * space.deviation
+    found = [(z * size).double().square().mean(0)]
     for width in range(1, MAX_WIDTH + 1):
         levels = books[space.kind][width].levels()
         error = (levels[torch.bucketize(z, (levels[1:] + levels[:-1]) / 2)] - z) * size
