@@ -19,7 +19,9 @@ class Outcome:
 
     snapshot      as the Hub's client pulled it
     report        its report.json
-    cache_ratio   of the prompt's cache, tokens kept in 16 bit included
+    cache_ratio   of the prompt's cache at rest, tokens kept in 16 bit included
+    held_ratio    of the resident cache at the end of the text, likewise
+    kernels       calls of each fused kernel while the text was made
     """
 
     snapshot: Path
@@ -28,6 +30,8 @@ class Outcome:
     generated_uncompressed: str
     prompt_tokens: int
     cache_ratio: float
+    held_ratio: float
+    kernels: dict[str, int]
 
 
 def pull_and_generate(job: dict[str, Any], services: Services) -> Outcome:
@@ -47,7 +51,17 @@ def pull_and_generate(job: dict[str, Any], services: Services) -> Outcome:
     said = continue_prompt(model, tokenizer, codec, prompt, max_new_tokens=NEW_TOKENS)
     assert said.text_uncompressed is not None, "it is asked for by default"
     report = json.loads((snapshot / "report.json").read_text(encoding="utf-8"))
-    return Outcome(snapshot, report, said.text, said.text_uncompressed, said.prompt_tokens, said.cache_ratio)
+    assert said.held_ratio is not None, "this very conversion made a resident form"
+    return Outcome(
+        snapshot,
+        report,
+        said.text,
+        said.text_uncompressed,
+        said.prompt_tokens,
+        said.cache_ratio,
+        said.held_ratio,
+        said.kernels,
+    )
 
 
 def as_json(job: dict[str, Any], outcome: Outcome | None) -> str:
@@ -62,21 +76,37 @@ def as_json(job: dict[str, Any], outcome: Outcome | None) -> str:
         **{name: report.get(name) for name in _SUMMARY},
         "generated": outcome.generated if outcome else None,
         "generated_uncompressed": outcome.generated_uncompressed if outcome else None,
+        "resident": _resident(outcome) if outcome else None,
         "seconds": job["stage_seconds"],
     }
     return json.dumps(line)
+
+
+def _resident(outcome: Outcome) -> dict[str, Any]:
+    """What the report says of the resident cache, and what this generation saw of it."""
+    found = outcome.report["resident"]
+    return {
+        "coded_ratio": found["coded_ratio"],
+        "kl_mean": found["quality"]["overall"]["kl_mean"],
+        "kernel_error": found["kernel"]["relative_error"],
+        "held_ratio": outcome.held_ratio,
+        "kernels": outcome.kernels,
+    }
 
 
 def as_text(job: dict[str, Any], outcome: Outcome, services: Services, kept: Path) -> str:
     """The summary for a person."""
     summary, seconds = outcome.report["summary"], job["stage_seconds"]
     source, target = job["config"]["source"]["repo"], job["config"]["target"]["repo"]
+    resident, calls = _resident(outcome), ", ".join(f"{name} {count:,}" for name, count in outcome.kernels.items())
     stages = ", ".join(f"{stage} {taken:.1f}" for stage, taken in seconds.items())
     rows = {
         "ratio": f"{summary['ratio']:.2f} (16-bit bytes of the coded tokens / their bytes at rest)",
         "mean KL": f"{summary['kl_mean']:.4g} nats a token (99th percentile {summary['kl_p99']:.4g},"
         f" floor {summary['floor_kl']:.2g})",
         "top-1": f"{100 * summary['top1']:.1f} % of positions agree",
+        "resident": f"{resident['coded_ratio']:.2f} (16-bit bytes of tokens on pages / their bytes while generating),"
+        f" mean KL {resident['kl_mean']:.4g} nats a token",
         "codec": f"{summary['artifact_bytes']:,} bytes",
         "seconds": f"{sum(seconds.values()):.1f}: {stages}",
         "report card": f"{kept / 'README.md'}",
@@ -88,7 +118,9 @@ def as_text(job: dict[str, Any], outcome: Outcome, services: Services, kept: Pat
     return (
         f"\n{source} -> {target}\n\n{table}\n\n"
         f"A prompt of {outcome.prompt_tokens} tokens, its cache stored {outcome.cache_ratio:.2f} times smaller"
-        f" (sink and recent tokens stay in 16 bit):\n\n{_quoted(outcome.generated)}\n\n"
+        f" (sink and recent tokens stay in 16 bit), and\nread back into a resident cache {outcome.held_ratio:.2f} times"
+        f" smaller, which attention reads as it is (calls of the kernel: {calls or 'none'}):\n\n"
+        f"{_quoted(outcome.generated)}\n\n"
         f"The same with the uncompressed cache:\n\n{_quoted(outcome.generated_uncompressed)}\n"
     )
 

@@ -19,10 +19,14 @@ from kvalign.artifact import Artifact, BaseModel, StoredGroup
 from kvalign.calibrate import calibrate
 from kvalign.capture import CacheShape, Captured, capture, measure_shape
 from kvalign.curve import OperatingPoint
-from kvalign.evaluate.metrics import Divergence
+from kvalign.evaluate.metrics import Divergence, summarise
 from kvalign.evaluate.protocol import PreparedWindow, Trial
+from kvalign.evaluate.resident import ResidentResult
 from kvalign.evaluate.search import Measurement
 from kvalign.geometry import KINDS, Geometry, Kind, LayerGeometry
+from kvalign.resident.layout import Codebook
+from kvalign.resident.stored import StoredGroup as ResidentGroup
+from kvalign.resident.stored import StoredResident, StoredSide
 from kvalign.rope import NO_ROPE, Rope
 from kvalign.statistics import Statistics, feature_groups
 from kvalign.text import Window
@@ -180,3 +184,37 @@ def measured(step: int, kl: float, ratio: float, domain: str = "d") -> Measureme
     coded = round(2 * WIDE.values_per_token * 10_000 / ratio)
     sizes = PayloadSizes(coded=coded, verbatim=3072, side_info=0, body_tokens=10_000, verbatim_tokens=3)
     return Measurement(step, (Trial(domain, Divergence(values, values, torch.ones(10), values), sizes),), WIDE)
+
+
+def made_up_resident(geometry: Geometry, width: int = 4) -> StoredResident:
+    """A resident form of every layer, its bases turned at random."""
+    generator = torch.Generator().manual_seed(0)
+    book = Codebook(width, 0.3, 0.01)
+    layers = {}
+    for index, layer in enumerate(geometry.layers):
+        sides: dict[Kind, StoredSide] = {}
+        for kind in KINDS:
+            features = layer.width(kind)
+            turned, _ = torch.linalg.qr(torch.randn(features, features, generator=generator))
+            deviation = torch.linspace(2.0, 0.5, features)
+            widths = torch.full((features,), width, dtype=torch.uint8)
+            sides[kind] = StoredSide.of(torch.zeros(features), deviation[:, None] * turned, deviation, widths)
+        layers[index] = (ResidentGroup(0, layer.kv_heads, sides),)
+    books = {kind: {width: book} for kind in KINDS}
+    return StoredResident(4.0, "joint", books, dict(enumerate(geometry.layers)), layers)
+
+
+def resident_result(kl: float = 0.002, *, floor_kl: float = 1e-9, kernel_error: float | None = 1e-6) -> ResidentResult:
+    """Protocol C on domains a and b, as if it had been measured."""
+    summary = summarise([trial.divergence for trial in measured(0, kl, 4.0).trials])
+    return ResidentResult(
+        summary=summary,
+        domains={"a": summary, "b": summary},
+        floor_kl=floor_kl,
+        recent_tokens=64,
+        coded_ratio=3.9,
+        bits_per_value=4.1,
+        kernels={"numba": 960, "tiled": 210},
+        dense_layers=0,
+        kernel_error=kernel_error,
+    )

@@ -23,10 +23,16 @@ from torch import Tensor
 from kvalign.resident.layout import MAX_WIDTH, PAGE_TOKENS, SCALE_BIAS, SCALE_STEPS
 from kvalign.resident.plan import GroupPlan, SidePlan
 
-_SMALLEST_TILE = 16  # what a product of tiles takes
-_LARGEST_TILE = 64  # coefficients or queries; more, and a program runs out of registers
+# Sides of the tiles that are multiplied: the smallest is what a product takes, and the others are about the largest
+# with which programs fit their registers (ptxas for sm_90, behind Triton 3.9).
+_SMALLEST_TILE = 16
+_MOST_QUERIES = 64
+_MOST_KEYS = 16  # coefficients at a time
+_MOST_VALUES = 64
+_CHUNK_TOKENS = 32  # whose values are summed at a time
 _PROGRAMS_PER_PROCESSOR = 4
 _PROGRAMS_INTERPRETED = 16
+_OPTIONS = {"enable_fp_fusion": True}  # which Triton means to leave out from 3.10 on, and warns of where it is not said
 
 _PAGE = tl.constexpr(PAGE_TOKENS)
 _BIAS = tl.constexpr(SCALE_BIAS)
@@ -45,7 +51,7 @@ def coefficients(side: SidePlan, pages: Tensor, scales: Tensor) -> Tensor:
 
     Reads each code once, O(N R PAGE_TOKENS); a program a page and block of coefficients.
     """
-    table = _Table.of(side)
+    table = _Table.of(side, _MOST_KEYS)
     batch, count, ranks = scales.shape[:-2], scales.shape[-2], len(side.widths)
     flat_pages, flat_scales = _rows(pages), _rows(scales)
     rows = flat_scales.shape[0]
@@ -61,11 +67,12 @@ def coefficients(side: SidePlan, pages: Tensor, scales: Tensor) -> Tensor:
                 count,
                 *_strides(flat_pages, flat_scales),
                 BLOCK=table.block,
+                **_OPTIONS,
             )
     return found.view(*batch, ranks, count * PAGE_TOKENS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ranks", "count"])
 def _coefficients(  # type: ignore[no-untyped-def]
     pages,
     scales,
@@ -206,8 +213,8 @@ def _attend_pages(
 ) -> _Part:
     rows, heads, device = queries.shape[0], queries.shape[1], queries.device
     pages, ranks = keys[0].shape[1], len(group.values.widths)
-    key_table, value_table = _Table.of(group.keys), _Table.of(group.values)
-    tile = _tile(heads)
+    key_table, value_table = _Table.of(group.keys, _MOST_KEYS), _Table.of(group.values, _MOST_VALUES)
+    tile = _tile(heads, _MOST_QUERIES)
     tiles = -(-heads // tile)
     splits, share = _splits(pages, rows * tiles * value_table.blocks, device)
     part = _Part(
@@ -244,6 +251,7 @@ def _attend_pages(
             TILE=tile,
             BLOCK=key_table.block,
             num_warps=warps,
+            **_OPTIONS,
         )
         _sum_values[(splits, value_table.blocks * tiles, rows)](
             scores,
@@ -261,12 +269,14 @@ def _attend_pages(
             *_strides(value_pages, value_scales),
             TILE=tile,
             BLOCK=value_table.block,
+            TOKENS=_CHUNK_TOKENS,
             num_warps=warps,
+            **_OPTIONS,
         )
     return part
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "ranks", "count", "slots"])
 def _score_pages(  # type: ignore[no-untyped-def]
     absorbed,
     pages,
@@ -328,12 +338,12 @@ def _score_pages(  # type: ignore[no-untyped-def]
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
     """Within 1e-7: the power never overflows, and Triton's interpreter has no tanh of its own."""
-    e = tl.exp2(-2 * _LOG2E * tl.abs(x))
+    e = tl.exp2(tl.abs(x) * (-2 * _LOG2E))
     y = (1 - e) / (1 + e)
     return tl.where(x < 0, -y, y)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "ranks", "count", "share"])
 def _sum_values(  # type: ignore[no-untyped-def]
     scores,
     pages,
@@ -360,7 +370,7 @@ def _sum_values(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,
 ):
     """A block of coefficients of the values, summed over a range of `share` pages with the probabilities of a tile."""
-    split = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(0)
     block = tl.program_id(1) % (padded // BLOCK)
     row = tl.program_id(2).to(tl.int64)
     g = tl.program_id(1) // (padded // BLOCK) * TILE + tl.arange(0, TILE)
@@ -371,7 +381,7 @@ def _sum_values(  # type: ignore[no-untyped-def]
     total = tl.full([TILE, BLOCK], 0, tl.float32)
     chunks = _PAGE // TOKENS
     for chunk in range(split * share * chunks, tl.minimum((split + 1) * share, count) * chunks):
-        page = chunk // chunks
+        page = tl.cast(chunk // chunks, tl.int64)
         t = chunk % chunks * TOKENS + tl.arange(0, TOKENS)
         at = scores + (row * heads + g)[:, None] * (count * _PAGE) + page * _PAGE + t[None, :]
         score = tl.load(at, mask=own[:, None], other=float("-inf"))
@@ -454,16 +464,17 @@ class _Table:
     arguments: tuple[Tensor, Tensor, Tensor, Tensor, int]
 
     @classmethod
-    def of(cls, side: SidePlan) -> "_Table":
-        """Made once for each plan."""
-        if side not in _tables:
-            _tables[side] = cls._made(side)
-        return _tables[side]
+    def of(cls, side: SidePlan, most: int) -> "_Table":
+        """With at most `most` coefficients in a block; made once for each plan."""
+        made = _tables.setdefault(side, {})
+        if most not in made:
+            made[most] = cls._made(side, most)
+        return made[most]
 
     @classmethod
-    def _made(cls, side: SidePlan) -> "_Table":
+    def _made(cls, side: SidePlan, most: int) -> "_Table":
         ranks, device = len(side.widths), side.mean.device
-        block = _tile(ranks)
+        block = _tile(ranks, most)
         blocks = max(1, -(-ranks // block))
         widths = torch.zeros(blocks * block, dtype=torch.int32)
         widths[:ranks] = torch.tensor(side.widths, dtype=torch.int32)
@@ -477,12 +488,12 @@ class _Table:
         return cls(block, blocks, (*tensors, blocks * block))
 
 
-_tables: WeakKeyDictionary[SidePlan, _Table] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[SidePlan, dict[int, _Table]] = WeakKeyDictionary()
 
 
-def _tile(size: int) -> int:
-    """Side of the tiles that `size` coefficients or queries are taken in."""
-    return min(max(_SMALLEST_TILE, 1 << max(0, size - 1).bit_length()), _LARGEST_TILE)
+def _tile(size: int, most: int) -> int:
+    """Side of the tiles that `size` coefficients or queries are taken in: a power of two up to `most`."""
+    return min(max(_SMALLEST_TILE, 1 << max(0, size - 1).bit_length()), most)
 
 
 def _splits(pages: int, others: int, device: torch.device) -> tuple[int, int]:

@@ -23,7 +23,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 CANARY = "hf_canary_of_whoever_runs_the_demo"
 KEYS = [
     *("job_id", "state", "source", "target", "commit", "ratio", "kl_mean", "kl_p99", "top1", "floor_kl"),
-    *("artifact_bytes", "generated", "generated_uncompressed", "seconds"),
+    *("artifact_bytes", "generated", "generated_uncompressed", "resident", "seconds"),
 ]
 STAGES = ["preflight", "pull", "calibrate", "align", "fit", "validate", "report", "publish"]
 # Random weights are sure of nothing, so a loose target would fail the gate on top-1 agreement.
@@ -127,6 +127,8 @@ def test_a_job_is_done_and_shown_and_the_services_stay_while_wanted(demo: Callab
     assert 1 < shown["ratio"] < 500
     assert shown["generated"]
     assert shown["generated_uncompressed"]
+    assert shown["resident"]["kernels"]["numba"] > 0
+    assert shown["resident"]["kernel_error"] < 1e-4
 
     reached = re.search(r"KVALIGN_API=(\S+) KVALIGN_TOKEN=(\S+)", running.err)
     assert reached is not None

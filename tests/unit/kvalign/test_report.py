@@ -11,12 +11,13 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import measured
+from synthetic import made_up_resident, measured, resident_result
 
 from kvalign.align.procrustes import HeadAlignment
 from kvalign.artifact import Artifact
 from kvalign.config import ConversionConfig
 from kvalign.evaluate.protocol import FLOOR_LIMIT
+from kvalign.evaluate.resident import ResidentResult
 from kvalign.evaluate.validation import Validation
 from kvalign.report import card
 from kvalign.report.build import build_report, gate_failures
@@ -36,7 +37,9 @@ def validation(*, floor_kl: float = 1e-9, kl: tuple[float, ...] = (0.01, 0.02), 
     trials = tuple(measured(4, value, 12.0, domain).trials[0] for value, domain in zip(kl, domains, strict=True))
     chosen = replace(measured(4, kl[0], 12.0), trials=trials)
     others = [measured(-8, kl[0] / 2, 8.0), measured(10, kl[0] * 2, 16.0)]
-    return Validation.of([chosen, *others], floor_kl=floor_kl, prefix_tokens=768, continuation_tokens=256)
+    return Validation.of(
+        [chosen, *others], resident_result(), floor_kl=floor_kl, prefix_tokens=768, continuation_tokens=256
+    )
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def build(artifact: Artifact, folder: Path, found: Validation | None = None, **s
     }
     return build_report(
         config(**sections),
-        replace(artifact, provenance=provenance),
+        replace(artifact, provenance=provenance, resident=made_up_resident(artifact.shape.geometry)),
         found or validation(),
         {"keys": HeadAlignment(6, 0.01, 0.4), "values": HeadAlignment(6, 0.02, 0.3)},
         source_dir=folder,
@@ -81,7 +84,8 @@ def test_the_summary_is_what_was_measured(report: dict[str, Any], artifact: Arti
     assert summary["kl_p99"] == pytest.approx(0.02, rel=0.01)
     assert summary["top1"] == 1
     assert summary["floor_kl"] == 1e-9
-    assert summary["artifact_bytes"] == len(artifact.tensor_bytes)
+    with_resident = replace(artifact, resident=made_up_resident(artifact.shape.geometry))
+    assert summary["artifact_bytes"] == len(with_resident.tensor_bytes)
     assert report["gate"] == {"max_kl": 0.05, "min_top1": 0.85, "passed": True, "failures": []}
 
 
@@ -126,6 +130,43 @@ def test_the_gate_judges_each_domain_and_the_floor(
     assert len(failures) == (message is not None)
     if message:
         assert message in failures[0]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (resident_result(), None),
+        (resident_result(0.06), "mean KL of the resident cache on 'a' is 0.06 nats, above the gate's 0.05"),
+        (resident_result(float("nan")), "mean KL of the resident cache on 'a' is nan"),
+        (resident_result(floor_kl=1e-5), "the resident run is void: its floor is KL 1e-05"),
+        (resident_result(kernel_error=2e-4), "the fused kernel is off by 0.0002 (limit 0.0001)"),
+        (resident_result(kernel_error=None), None),
+    ],
+)
+def test_the_gate_judges_the_resident_cache(found: ResidentResult, message: str | None) -> None:
+    failures = gate_failures(config(), replace(validation(), resident=found))
+    assert bool(failures) == (message is not None)
+    if message:
+        assert message in failures[0]
+
+
+def test_the_report_and_the_card_tell_of_the_resident_cache(report: dict[str, Any]) -> None:
+    found = report["resident"]
+    assert found["kernel"] == {
+        "calls": {"numba": 960, "tiled": 210},
+        "dense_layers": 0,
+        "relative_error": 1e-6,
+        "limit": 1e-4,
+    }
+    assert found["quality"]["protocol"] == "C"
+    by_tokens = list(found["cache_ratio_by_tokens"].values())
+    assert by_tokens == sorted(by_tokens)
+    assert by_tokens[-1] < found["coded_ratio"]
+    text = card.render(report)
+    assert "**3.90 times smaller**" in text
+    assert "numba 960, tiled 210" in text
+    none = {**report, "resident": {**found, "coded_layers": 0}}
+    assert "No layer of this model has full attention" in card.render(none)
 
 
 def test_the_gate_judges_top1(artifact: Artifact, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import WIDE, measured
+from synthetic import WIDE, measured, resident_result
 
 from kvalign.errors import ConfigInvalid
 from kvalign.evaluate.search import Measurement, Target, search_step
@@ -122,6 +122,7 @@ def test_measurements_split_by_domain_and_add_up() -> None:
 def test_a_validation_keeps_the_chosen_step_and_sorts_the_curve(tmp_path: Path) -> None:
     found = Validation.of(
         [measured(4, 0.1, 10, "a"), measured(-4, 0.05, 8, "a"), measured(12, 0.2, 12, "a")],
+        resident_result(),
         floor_kl=1e-9,
         prefix_tokens=60,
         continuation_tokens=20,
