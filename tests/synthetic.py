@@ -24,6 +24,8 @@ from kvalign.evaluate.protocol import PreparedWindow, Trial
 from kvalign.evaluate.resident import ResidentResult
 from kvalign.evaluate.search import Measurement
 from kvalign.geometry import KINDS, Geometry, Kind, LayerGeometry
+from kvalign.resident.cache import coded_layers
+from kvalign.resident.fit import fit_resident
 from kvalign.resident.layout import Codebook
 from kvalign.resident.stored import StoredGroup as ResidentGroup
 from kvalign.resident.stored import StoredResident, StoredSide
@@ -116,7 +118,14 @@ def fitted(
     return _artifact(shape, statistics, kept_aside, sink_tokens, recent_tokens)
 
 
-def fitted_to(model: Any, *, recomputed: int = 1, sink_tokens: int = 2, recent_tokens: int = 3) -> Artifact:
+def fitted_to(
+    model: Any,
+    *,
+    recomputed: int = 1,
+    sink_tokens: int = 2,
+    recent_tokens: int = 3,
+    resident_bits: float | None = None,
+) -> Artifact:
     """A codec calibrated on a model's reading of random tokens, of full rank, recommended where it promises 8 : 1."""
     shape = replace(measure_shape(model), recomputed=recomputed)
     generator = torch.Generator().manual_seed(0)
@@ -133,7 +142,19 @@ def fitted_to(model: Any, *, recomputed: int = 1, sink_tokens: int = 2, recent_t
             token_beta=0.4,
         )
     kept_aside = list(capture(model, shape, iter(sequences[3:])))
-    return _artifact(shape, statistics, kept_aside, sink_tokens, recent_tokens, ratio=8.0)
+    artifact = _artifact(shape, statistics, kept_aside, sink_tokens, recent_tokens, ratio=8.0)
+    if resident_bits is None:
+        return artifact
+    resident = fit_resident(
+        statistics,
+        shape,
+        kept_aside,
+        bits=resident_bits,
+        sink_tokens=sink_tokens,
+        layers=coded_layers(model),
+        position_limit=model.config.max_position_embeddings,
+    )
+    return replace(artifact, resident=resident)
 
 
 def _artifact(

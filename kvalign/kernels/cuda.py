@@ -447,8 +447,9 @@ def _settled(tops: Tensor) -> Tensor:
 def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
     """x [B, G, X], query heads of a KV head in a row, times its matrix of [H, X, Y]: [B, G, Y]."""
     rows, heads = x.shape[:2]
-    grouped = x.unflatten(1, (matrices.shape[0], -1)).transpose(0, 1).flatten(1, 2)
-    return (grouped @ matrices).unflatten(1, (rows, -1)).transpose(0, 1).reshape(rows, heads, -1)
+    shared = heads // matrices.shape[0]
+    grouped = x.unflatten(1, (-1, shared)).transpose(0, 1).flatten(1, 2)
+    return (grouped @ matrices).unflatten(1, (rows, shared)).transpose(0, 1).reshape(rows, heads, matrices.shape[2])
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ _SAMPLED_TOKENS = 1536
 _DISTORTED_TOKENS = 512
 _BOOK_SAMPLES = 60_000
 _BOOK_ROUNDS = 16
+_GRID_SAMPLES = 3_000
+_BENDS = (0.0, 0.15, 0.4, 1.0, 2.5)
 _SMALLEST = 1e-12
 # Joint bases make attention multiply each query with all heads' coefficients: below this gain it is not worth it.
 _BITS_WORTH_A_HEAD = 0.05
@@ -78,6 +80,8 @@ def fit_resident(
 
     About a second for each ten layers and each kind of basis tried, at 200 features a layer on two cores.
     """
+    if not layers:
+        return StoredResident(bits, "joint", {kind: {} for kind in KINDS}, {}, {})
     tried: dict[BasisKind, tuple[float, StoredResident]] = {}
     kinds: list[BasisKind] = ["joint"]
     heads = max(shape.geometry.layers[layer].kv_heads for layer in layers)
@@ -235,30 +239,44 @@ def _sample(coefficients: Sequence[Tensor]) -> Tensor:
 
 
 def fit_codebook(sample: Tensor, width: int) -> Codebook:
-    """Gain and bend of least squared error on measured coefficients: nearest level and least squares in turn.
+    """Gain and bend of least squared error on measured coefficients.
 
     sample  [N] float64, rising
+
+    The best of a grid of reaches and bends, then nearest level and least squares in turn, as Lloyd's method does for
+    free levels (Lloyd 1982).
     """
-    count = 1 << width
-    z = torch.arange(count, dtype=torch.float64) - (count - 1) / 2
-    spread = float(sample.square().mean().sqrt()) + _SMALLEST
-    gain, bend = spread * min(4.0, 0.8 + 0.7 * width) / (count / 2), 0.0
+    middle = ((1 << width) - 1) / 2
+    z = (torch.arange(1 << width, dtype=torch.float64) - middle) / middle  # -1 to 1
     columns = torch.stack([z, z**3], dim=1)
+    thinned = sample[:: max(1, sample.numel() // _GRID_SAMPLES)].contiguous()
+    spread = float(sample.square().mean().sqrt()) + _SMALLEST
+    reaches = spread * torch.logspace(-0.3, math.log10(max(2.0, float(sample.abs().max()) / spread)), 14).double()
+    tried = [
+        torch.tensor([1.0, bend], dtype=torch.float64) * (reach / (1 + bend))
+        for reach in reaches
+        for bend in (_BENDS if width > 1 else (0.0,))
+    ]
+    best = min(tried, key=lambda weights: _squared_error(thinned, columns @ weights))
     for _ in range(_BOOK_ROUNDS):
-        levels = gain * z * (1 + bend * z * z)
+        levels = columns @ best
         nearest = torch.bucketize(sample, (levels[1:] + levels[:-1]) / 2)
-        held = torch.bincount(nearest, minlength=count).double()
-        total = torch.zeros(count, dtype=torch.float64).index_add_(0, nearest, sample)
-        if width == 1:
-            gain = float((z * total).sum() / (held * z * z).sum())
-            continue
-        normal = columns.T @ (held[:, None] * columns)
-        solved = torch.linalg.solve(normal, columns.T @ total)
-        # Levels must rise: a bend below zero is left out.
-        gain, bend = (float(solved[0]), float(solved[1] / solved[0])) if solved[0] > 0 else (gain, 0.0)
-        if bend < 0:
-            gain, bend = float((z * total).sum() / (held * z * z).sum()), 0.0
-    return Codebook(width, gain, bend)
+        held = torch.bincount(nearest, minlength=levels.numel()).double()
+        total = torch.zeros_like(levels).index_add_(0, nearest, sample)
+        used = columns if width > 1 else columns[:, :1]
+        normal = used.T @ (held[:, None] * used)
+        solved = torch.linalg.solve(normal + 1e-9 * normal.trace() * torch.eye(used.shape[1]), used.T @ total)
+        solved = torch.cat([solved, solved.new_zeros(2 - solved.numel())])
+        # Levels must rise from the middle on: otherwise what was found before stands.
+        if not (solved[0] > 0 and solved[1] >= 0):
+            break
+        best = solved
+    return Codebook(width, float(best[0]) / middle, float(best[1] / best[0]) / middle**2)
+
+
+def _squared_error(sample: Tensor, levels: Tensor) -> float:
+    nearest = levels[torch.bucketize(sample, (levels[1:] + levels[:-1]) / 2)]
+    return float((nearest - sample).square().mean())
 
 
 # ---- bits
