@@ -3,6 +3,11 @@
 This file picks by where the tensors are: `encode` and `coefficients` take the same whoever computes them.
 """
 
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
 from torch import Tensor
 
 from kvalign.kernels import cpu, reference
@@ -16,4 +21,11 @@ def encode(side: SidePlan, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def coefficients(side: SidePlan, pages: Tensor, scales: Tensor) -> Tensor:
     """What pages stand for; see reference.coefficients."""
-    return (cpu if pages.device.type == "cpu" else reference).coefficients(side, pages, scales)
+    kernel = cpu if pages.device.type == "cpu" else triton_kernels() if pages.device.type == "cuda" else None
+    return (kernel or reference).coefficients(side, pages, scales)
+
+
+@cache
+def triton_kernels() -> ModuleType | None:
+    """cuda.py; None where Triton is not installed, whose import it needs."""
+    return import_module("kvalign.kernels.cuda") if find_spec("triton") else None

@@ -5,6 +5,7 @@ are multiplied with a few pages of coefficients at a time. Neither ever makes ke
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -37,6 +38,9 @@ class Counters:
     tiled: int = 0
     dense: int = 0
     widest_tokens: int = 0
+
+    def ran(self, kernel: str) -> None:
+        self.fused[kernel] = self.fused.get(kernel, 0) + 1
 
     def saw(self, tokens: int) -> None:
         self.widest_tokens = max(self.widest_tokens, tokens)
@@ -85,9 +89,14 @@ def attend(
     fresh        keys and values of the newest Q slots before they were rounded to 16 bit
     returns      [B, QH, Q, DV] in the dtype of queries; zeros where a query may see nothing
     """
-    if queries.shape[2] == 1 and queries.device.type == "cpu" and _is_plain(mask):
-        counters.fused["numba"] = counters.fused.get("numba", 0) + 1
-        return _fused_on_cpu(state, queries, mask, scaling, softcap, sink_logits).to(queries.dtype)
+    if queries.shape[2] == 1 and _is_plain(mask):
+        if queries.device.type == "cpu":
+            counters.ran("numba")
+            return _fused_on_cpu(state, queries, mask, scaling, softcap, sink_logits).to(queries.dtype)
+        triton = kernels.triton_kernels() if queries.device.type == "cuda" else None
+        if triton is not None:
+            counters.ran("triton")
+            return fused_by_triton(triton, state, queries, mask, scaling, softcap, sink_logits).to(queries.dtype)
     counters.tiled += 1
     parts = [
         _tiled(
@@ -139,6 +148,45 @@ def _fused_on_cpu(
         )
     found = out[0] if len(out) == 1 else np.concatenate(out, axis=1)
     return torch.from_numpy(found)[:, :, None]
+
+
+def fused_by_triton(
+    triton: ModuleType,
+    state: LayerState,
+    queries: Tensor,
+    mask: Mask,
+    scaling: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+) -> Tensor:
+    """One query a row through kernels/cuda.py, [B, QH, 1, DV] float32."""
+    slots, hidden = state.raw_slots(), None
+    seen = slots >= 0
+    if mask.visible is not None:
+        visible = mask.visible[:, 0, 0].expand(state.rows, -1)
+        seen &= visible.gather(1, slots.clamp_min(0))
+        hidden = ~visible[:, : state.coded_tokens]
+    counts = torch.tensor(state.counts, dtype=torch.int32, device=queries.device)
+    own = queries[:, :, 0].float() * scaling
+    shared = queries.shape[1] // state.plan.kv_heads
+    out = []
+    for group, pages in zip(state.plan.groups, state.pages, strict=True):
+        heads = slice(group.first_head * shared, group.end_head * shared)
+        out.append(
+            triton.attend_one(
+                group,
+                own[:, heads],
+                *((pages[kind].codes, pages[kind].scales) for kind in KINDS),
+                counts,
+                state.first_coded,
+                hidden,
+                *(state.raw(kind)[:, group.first_head : group.end_head] for kind in KINDS),
+                seen,
+                softcap=softcap or 0.0,
+                sink_logits=None if sink_logits is None else sink_logits[heads],
+            )
+        )
+    return torch.cat(out, dim=1)[:, :, None]
 
 
 def _visible(state: LayerState, mask: Mask) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint64]]:
