@@ -11,11 +11,14 @@ from types import ModuleType
 from torch import Tensor
 
 from kvalign.kernels import cpu, reference
+from kvalign.resident.layout import PAGE_TOKENS
 from kvalign.resident.plan import SidePlan
 
 
 def encode(side: SidePlan, x: Tensor) -> tuple[Tensor, Tensor]:
     """Whole pages of tokens as codes; see reference.encode."""
+    if x.shape[-2] % PAGE_TOKENS:
+        raise ValueError(f"{x.shape[-2]} tokens are not whole pages of {PAGE_TOKENS}")
     return (cpu if x.device.type == "cpu" else reference).encode(side, x)
 
 

@@ -73,9 +73,9 @@ def encode(side: SidePlan, x: Tensor) -> tuple[Tensor, Tensor]:
 @njit(cache=True, nogil=True, parallel=True, fastmath={"contract", "reassoc", "arcp", "nsz"})
 def _encode(z, energy, widths, offsets, levels, bounds, packed, scales):  # type: ignore[no-untyped-def]
     ranks = z.shape[1]
-    for page in range(packed.shape[0]):
+    for page in prange(packed.shape[0]):
         codes = np.empty((ranks, PAGE_TOKENS), dtype=np.uint8)
-        for t in prange(PAGE_TOKENS):
+        for t in range(PAGE_TOKENS):
             own = z[page * PAGE_TOKENS + t]
             power = f4(0)
             for r in range(ranks):
@@ -96,7 +96,7 @@ def _encode(z, energy, widths, offsets, levels, bounds, packed, scales):  # type
             scales[page, t] = best
             for r in range(ranks):
                 codes[r, t] = _nearest(own[r] / _SCALES[best], bounds, widths[r])
-        for r in prange(ranks):
+        for r in range(ranks):
             _pack(codes[r], widths[r], packed[page], offsets[r])
 
 

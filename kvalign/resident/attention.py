@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvalign import kernels
-from kvalign.geometry import KINDS
+from kvalign.errors import ConfigInvalid
+from kvalign.geometry import KINDS, Kind
 from kvalign.kernels import cpu, reference
 from kvalign.resident.plan import GroupPlan, SidePlan
 from kvalign.resident.state import LayerState
@@ -89,6 +90,8 @@ def attend(
     fresh        keys and values of the newest Q slots before they were rounded to 16 bit
     returns      [B, QH, Q, DV] in the dtype of queries; zeros where a query may see nothing
     """
+    queries = queries.detach()
+    _check(state, queries)
     if queries.shape[2] == 1 and _is_plain(mask):
         if queries.device.type == "cpu":
             counters.ran("numba")
@@ -105,6 +108,16 @@ def attend(
         for start in range(0, queries.shape[2], _TILE_QUERIES)
     ]
     return torch.cat(parts, dim=2).to(queries.dtype)
+
+
+def _check(state: LayerState, queries: Tensor) -> None:
+    plan = state.plan
+    if queries.shape[0] != state.rows or queries.shape[1] % plan.kv_heads or queries.shape[3] != plan.key_dim:
+        raise ConfigInvalid(
+            f"Queries {tuple(queries.shape)} do not fit a cache of {state.rows} rows, {plan.kv_heads} KV heads and keys"
+            f" of {plan.key_dim} channels.",
+            "Use the cache with the model and the batch that it was made for.",
+        )
 
 
 def _is_plain(mask: Mask) -> bool:
@@ -255,21 +268,31 @@ def _tiled(
             softmax.add_coded(scores, values, seen, _bias(mask, slots.expand(state.rows, -1), span, heads))
         slots = state.raw_slots()
         raw_keys, raw_values = (
-            _newest_exact(state.raw(kind)[:, group.first_head : group.end_head], fresh, part, group)
-            for part, kind in enumerate(KINDS)
+            _newest_exact(state, kind, group, None if fresh is None else fresh[part]) for part, kind in enumerate(KINDS)
         )
+        held = (slots >= 0)[:, None, :, None]
+        raw_keys, raw_values = raw_keys.where(held, 0.0), raw_values.where(held, 0.0)  # padding may hold anything
         seen = _seen(mask, slots, own_slots, span, heads, torch.zeros_like(state.padding))
-        softmax.add_raw(raw_keys, raw_values, seen, _bias(mask, slots, span, heads))
+        if slots.shape[1]:
+            softmax.add_raw(raw_keys, raw_values, seen, _bias(mask, slots, span, heads))
         out.append(softmax.result())
     return torch.cat(out, dim=1)
 
 
-def _newest_exact(raw: Tensor, fresh: tuple[Tensor, Tensor] | None, part: int, group: GroupPlan) -> Tensor:
+def _newest_exact(state: LayerState, kind: Kind, group: GroupPlan, fresh: Tensor | None) -> Tensor:
     """Raw keys or values of a group in float32, the newest as they were before they were rounded."""
-    found = raw.float()
-    if fresh is not None:
-        new = fresh[part][:, group.first_head : group.end_head]
-        found[:, :, found.shape[2] - new.shape[2] :] = new
+    found = state.raw(kind)[:, group.first_head : group.end_head].float()
+    if fresh is None:
+        return found
+    new = fresh[:, group.first_head : group.end_head].float()
+    found[:, :, found.shape[2] - new.shape[2] :] = new
+    start = state.slots - new.shape[2]
+    if start < state.most_padding + state.sink_tokens:
+        for row, first in enumerate(state.padding.tolist()):
+            low, high = max(first, start), min(first + state.sink_tokens, state.slots)
+            found[row, :, max(0, low - first) : max(0, high - first)] = new[
+                row, :, low - start : max(low, high) - start
+            ]
     return found
 
 
@@ -297,7 +320,7 @@ def _at(table: Tensor, slots: Tensor, span: slice, heads: slice) -> Tensor:
 
 
 class _OnlineSoftmax:
-    """Softmax over tokens that come in parts; keeps the largest score, the weight, and sums of values.
+    """Softmax over tokens that come in parts, those on pages first; keeps the largest score, the weight, and sums.
 
     queries  [B, G, Q, D] scaled, of the heads of one group
     """
@@ -362,7 +385,6 @@ class _OnlineSoftmax:
         self._weight = self._weight * fade + weights.sum(-1)
         self._coded = self._coded * fade[..., None]
         self._coded_weight = self._coded_weight * fade
-        self._raw = self._raw * fade[..., None]
         return weights
 
     def result(self) -> Tensor:

@@ -71,12 +71,24 @@ class Pass:
 
     def begin(self, attention_mask: Any) -> None:
         self.announced = True
+        if not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2):
+            self.padding = None  # what layers hold says it
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
             seen = attention_mask.bool()
             first = seen.int().argmax(1)
             padding = torch.where(seen.any(1), first, torch.full_like(first, seen.shape[1]))
             if self.padding is None or not torch.equal(padding, self.padding):
                 self.padding = padding
+
+
+class _Shared:
+    """A model's config, which copies of a cache share: the model goes on changing it."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shared":
+        return self
 
 
 class ResidentLayer(CacheLayerMixin):
@@ -94,7 +106,7 @@ class ResidentLayer(CacheLayerMixin):
         self.state = LayerState(plan, resident.sink_tokens, resident.recent_tokens)
         self.counters = counters
         self.is_initialized = True
-        self._config = config
+        self._config = _Shared(config)
         self._pass = own_pass
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -109,14 +121,14 @@ class ResidentLayer(CacheLayerMixin):
             raise ConfigInvalid(
                 "The cache is used by a model that it was not made for.", "Make one with codec.cache(model) for it."
             )
-        _refuse_latent(self._config)
+        _refuse_latent(self._config.config)
         self.state.settle()
         padding = self._pass.padding
         if padding is None or padding.numel() != key_states.shape[0]:
             # No mask was given: what is held says it, and where nothing is held there is none.
             padding = self.state.padding if self.state.rows else torch.zeros(key_states.shape[0], dtype=torch.int64)
         self.state.append(key_states, value_states, padding.to(key_states.device))
-        if self._config._attn_implementation in reads_codes:
+        if self._config.config._attn_implementation in reads_codes:
             return Handle(self, key_states), Handle(self, value_states)
         self.counters.dense += 1
         self.counters.saw(self.state.slots)
@@ -195,6 +207,12 @@ class ResidentCache(Cache):
             raise ConfigInvalid(
                 f"The cache was made for another model than this {type(model).__name__}.",
                 "Make one with codec.cache(model) for each model.",
+            )
+        held = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
+        if len(held) > 1:
+            raise ConfigInvalid(
+                f"An earlier pass with this cache ended midway: its layers hold {min(held)} to {max(held)} tokens.",
+                "Call reset() on it, or make a new one with codec.cache(model).",
             )
         self._pass.begin(attention_mask)
 
@@ -286,7 +304,8 @@ def _tensor_bytes(layer: Any) -> int:
     found = 0
     for value in vars(layer).values():
         parts = value.values() if isinstance(value, dict) else [value]
-        found += sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
+        # Storages: a sliding layer keeps a view of more than its window until it is updated again.
+        found += sum(part.untyped_storage().nbytes() for part in parts if isinstance(part, Tensor))
     return found
 
 

@@ -141,6 +141,9 @@ class LayerPlan:
     value_dim: int
     groups: tuple[GroupPlan, ...]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerPlan":
+        return self  # never changed: copies of a cache share it
+
     @property
     def token_bits(self) -> int:
         return sum(group.side(kind).token_bits for group in self.groups for kind in KINDS)

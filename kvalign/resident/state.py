@@ -9,6 +9,7 @@ A token is coded once, from what the model computed; nothing is ever coded again
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from kvalign.kernels import cpu
 from kvalign.resident.layout import PAGE_TOKENS
 from kvalign.resident.plan import GroupPlan, LayerPlan
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT16_SAFE = 60_000.0
 
 
@@ -65,6 +67,10 @@ class LayerState:
         self._raw: dict[Kind, Tensor] = {}  # [B, H, sinks + room, D] in 16 bit
         self._gathered: dict[int, cpu.Coded] = {}  # forgotten whenever pages change
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without what is gathered of pages, which is the original's."""
+        return {**self.__dict__, "_gathered": {}}
+
     # ---- sizes
 
     @property
@@ -96,17 +102,13 @@ class LayerState:
 
     def append(self, keys: Tensor, values: Tensor, padding: Tensor) -> None:
         """Take new tokens, [B, H, T, D], in 16 bit. padding [B]: slots before each row's first token, as known now."""
-        self._check(keys, values)
+        self._check(keys, values, padding)
         keys, values = keys.detach(), values.detach()
         if self.is_empty:
             self._begin(keys, values)
-        if keys.shape[0] != self.rows:
-            raise ConfigInvalid(
-                f"The cache holds {self.rows} rows; the new tokens have {keys.shape[0]}.",
-                "Use one cache for one batch.",
-            )
         self._set_padding(padding)
         self._make_room(keys.shape[2])
+        self._fit_range(keys, values)
         at = self.sink_tokens + self.raw_tokens
         for kind, new in zip(KINDS, (keys, values), strict=True):
             self._raw[kind][:, :, at : at + new.shape[2]] = new
@@ -136,6 +138,7 @@ class LayerState:
 
     def crop(self, tokens: int) -> None:
         """Forget the newest `tokens` of every row."""
+        assert tokens >= 0
         self._gathered.clear()
         tokens = min(tokens, self.slots)
         from_raw = min(tokens, self.raw_tokens)
@@ -228,10 +231,8 @@ class LayerState:
     # ---- within
 
     def _begin(self, keys: Tensor, values: Tensor) -> None:
-        self.dtype = dtype = keys.dtype
-        if dtype == torch.float32:
-            peak = max(float(keys.abs().max()), float(values.abs().max())) if keys.numel() else 0.0
-            dtype = torch.float16 if peak < _FLOAT16_SAFE else torch.bfloat16
+        self.dtype = keys.dtype
+        dtype = torch.float16 if keys.dtype == torch.float32 else keys.dtype
         room = max(self._usual_room(), self.sink_tokens + keys.shape[2])
         for kind, new in zip(KINDS, (keys, values), strict=True):
             shape = (new.shape[0], new.shape[1], room, new.shape[3])
@@ -253,9 +254,19 @@ class LayerState:
         """What decoding needs: a page waits until it is full."""
         return self.sink_tokens + self.recent_tokens + PAGE_TOKENS
 
+    def _fit_range(self, keys: Tensor, values: Tensor) -> None:
+        """From float16 to bfloat16, where tokens come that float16 cannot hold."""
+        if keys.dtype == torch.float16 or self._raw["keys"].dtype != torch.float16 or not keys.numel():
+            return
+        if max(float(keys.abs().max()), float(values.abs().max())) >= _FLOAT16_SAFE:
+            self._raw = {kind: raw.to(torch.bfloat16) for kind, raw in self._raw.items()}
+
     def _make_room(self, tokens: int) -> None:
         needed = self.sink_tokens + self.raw_tokens + tokens
         for kind, raw in self._raw.items():
+            if raw.is_inference() and not torch.is_inference_mode_enabled():
+                # What was begun in inference mode goes on outside of it.
+                self._raw[kind] = raw.clone()
             if raw.shape[2] < needed:
                 grown = self._buffer(raw, needed)
                 grown[:, :, : raw.shape[2]] = raw
@@ -275,14 +286,30 @@ class LayerState:
             if low < high:
                 raw[row, :, low - first : high - first] = new[row, :, low - start : high - start]
 
-    def _check(self, keys: Tensor, values: Tensor) -> None:
+    def _check(self, keys: Tensor, values: Tensor, padding: Tensor) -> None:
         plan = self.plan
-        wanted = (plan.kv_heads, plan.key_dim, plan.value_dim)
-        found = (keys.shape[1], keys.shape[3], values.shape[3])
+        wanted = [(plan.kv_heads, plan.key_dim), (plan.kv_heads, plan.value_dim)]
+        found = [(x.shape[1], x.shape[3]) for x in (keys, values)]
         if wanted != found:
             raise ConfigInvalid(
-                f"A layer got (KV heads, key width, value width) {found}; this cache was made for {wanted}.",
+                f"A layer got (KV heads, width) {found[0]} and {found[1]} of keys and values; this cache was made for"
+                f" {wanted[0]} and {wanted[1]}.",
                 "Use the cache with the model that it was made for.",
+            )
+        if keys.shape[::2] != values.shape[::2] or padding.numel() != keys.shape[0]:
+            raise ConfigInvalid(
+                f"A layer got keys {tuple(keys.shape)}, values {tuple(values.shape)} and padding of {padding.numel()}"
+                " rows.",
+                "Give as many rows of each, and as many tokens.",
+            )
+        if not self.is_empty and keys.shape[0] != self.rows:
+            raise ConfigInvalid(
+                f"The cache holds {self.rows} rows; the new tokens have {keys.shape[0]}.",
+                "Use one cache for one batch.",
+            )
+        if keys.dtype not in _DTYPES or values.dtype != keys.dtype:
+            raise ConfigInvalid(
+                f"The new tokens are {keys.dtype} and {values.dtype}.", "float32, bfloat16 and float16 are cached."
             )
 
 

@@ -15,6 +15,9 @@ from kvalign.geometry import KINDS, Kind, LayerGeometry
 from kvalign.resident.layout import MAX_WIDTH, Codebook
 from kvalign.resident.plan import BasisKind, GroupPlan, LayerPlan, ResidentPlan, SidePlan
 
+# Int8 rows that depend on each other have an inverse all the same, of rounding.
+_INVERSE_TOLERANCE = 1e-6
+
 Books = Mapping[Kind, Mapping[int, Codebook]]
 
 
@@ -54,14 +57,20 @@ class StoredSide:
         rank = len(widths)
         rows = self.rows.double()
         inverse, info = torch.linalg.inv_ex(rows)
-        if int(info) or not inverse.isfinite().all():
+        identity = torch.eye(rows.shape[0], dtype=rows.dtype)
+        if int(info) or not (inverse @ rows - identity).abs().max() < _INVERSE_TOLERANCE:
             raise ValueError("a resident basis has no inverse")
         energy = self.deviation[:rank].square()
+        analysis = (inverse / self.row_scale.double())[:, :rank].float().contiguous()
+        synthesis = (rows * self.row_scale.double()[:, None])[:rank].float().contiguous()
+        energy = energy / energy.sum()
+        if not all(x.isfinite().all() for x in (analysis, synthesis, energy)):
+            raise ValueError("a resident basis is out of range")
         return SidePlan(
             mean=self.mean,
-            analysis=(inverse / self.row_scale.double())[:, :rank].float().contiguous(),
-            synthesis=(rows * self.row_scale.double()[:, None])[:rank].float().contiguous(),
-            energy=energy / energy.sum(),
+            analysis=analysis,
+            synthesis=synthesis,
+            energy=energy,
             widths=widths,
             books={width: books[width] for width in set(widths)},
         )
@@ -175,13 +184,16 @@ class StoredResident:
         for kind in KINDS:
             books[kind] = {}
             for width, gain, bend in data["books"][kind]:
-                book = Codebook(int(width), float(gain), float(bend))
-                if not 1 <= book.width <= MAX_WIDTH or not book.rises():
-                    raise ValueError("a resident codebook does not rise")
+                book = Codebook(_whole(width), float(gain), float(bend))
+                if not 1 <= book.width <= MAX_WIDTH or book.width in books[kind] or not book.rises():
+                    raise ValueError("a resident codebook does not rise, or comes twice")
                 books[kind][book.width] = book
-        indices = [int(index) for index in data["layers"]]
-        if any(not 0 <= index < len(geometry) for index in indices):
-            raise ValueError("the resident form is of layers that the model does not have")
+        indices = [_whole(index) for index in data["layers"]]
+        if any(not 0 <= index < len(geometry) for index in indices) or len(set(indices)) < len(indices):
+            raise ValueError("the resident form is of layers that the model does not have, or of one twice")
+        bits = float(data["bits"])
+        if not 0 < bits <= 2 * MAX_WIDTH:
+            raise ValueError(f"resident bits are {bits}")
         layers = {}
         for index in indices:
             shape = geometry[index]
@@ -198,4 +210,10 @@ class StoredResident:
                         raise ValueError(f"no resident codebook of {sorted(missing)} bits")
                 groups.append(StoredGroup(first, end, sides))
             layers[index] = tuple(groups)
-        return cls(float(data["bits"]), basis, books, {index: geometry[index] for index in indices}, layers)
+        return cls(bits, basis, books, {index: geometry[index] for index in indices}, layers)
+
+
+def _whole(number: Any) -> int:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ValueError(f"{str(number)[:40]!r} is not a whole number")  # noqa: TRY004  JSON that does not fit
+    return number
