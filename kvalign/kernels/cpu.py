@@ -138,7 +138,7 @@ def coefficients(side: SidePlan, pages: Tensor, scales: Tensor) -> Tensor:
             scales.contiguous().view(-1).numpy(),
             side.width_array,
             side.offset_array,
-            side.polynomials,
+            side.centred,
             _SCALES,
             found,
         )
@@ -146,7 +146,7 @@ def coefficients(side: SidePlan, pages: Tensor, scales: Tensor) -> Tensor:
 
 
 @njit(cache=True, nogil=True, parallel=True, fastmath=True)
-def _coefficients(pages, stride, scales, widths, offsets, polynomials, table, found):  # type: ignore[no-untyped-def]
+def _coefficients(pages, stride, scales, widths, offsets, centred, table, found):  # type: ignore[no-untyped-def]
     rows, ranks, tokens = found.shape
     per_row = tokens // PAGE_TOKENS
     for item in prange(rows * per_row):
@@ -157,12 +157,11 @@ def _coefficients(pages, stride, scales, widths, offsets, polynomials, table, fo
             scale[t] = table[scales[item * PAGE_TOKENS + t]]
         for r in range(ranks):
             _codes(pages, U(item) * stride + offsets[r], widths[r], codes, U0)
-            c = polynomials[widths[r]]
-            c0, c1, c2, c3 = c[0], c[1], c[2], c[3]
+            middle, gain, cubic = centred[widths[r], 0], centred[widths[r], 1], centred[widths[r], 2]
             out = found[row, r, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]
             for t in range(PAGE_TOKENS):
-                u = f4(codes[t])
-                out[t] = (((c3 * u + c2) * u + c1) * u + c0) * scale[t]
+                z = f4(codes[t]) - middle
+                out[t] = (cubic * z * z + gain) * z * scale[t]
 
 
 @njit(cache=True, inline="always")
@@ -264,7 +263,7 @@ class Coded:
                 scales.contiguous().numpy().reshape(-1),
                 side.width_array,
                 side.offset_array,
-                side.polynomials,
+                side.centred,
                 U(side.layout.page_bytes),
             ]
         held = np.array(counts, dtype=np.uint64)
@@ -298,10 +297,10 @@ def attend_one(
     threads = _threads()
     splits = max(1, min((coded.pages + 1) // 2, -(-threads // rows)))
     ranks, width = len(group.values.widths), raw_values.shape[3]
-    absorbed = np.empty((rows, heads, len(group.keys.widths) + 2), dtype=np.float32)
+    absorbed = np.empty((rows, heads, len(group.keys.widths) + 1), dtype=np.float32)
     sums = np.empty((rows * splits, heads, ranks), dtype=np.float32)
     raw_sums = np.empty((rows * splits, heads, width), dtype=np.float32)
-    stats = np.empty((rows * splits, heads, 4), dtype=np.float32)
+    stats = np.empty((rows * splits, heads, 3), dtype=np.float32)
     found = np.empty((rows, heads, width), dtype=np.float32)
     with _one_caller:
         numba.set_num_threads(threads)
@@ -323,15 +322,13 @@ def attend_one(
             raw_sums,
             stats,
         )
-        _merge(
-            sums, raw_sums, stats, group.values.lowest.numpy(), group.releasing.numpy(), sink_logits, U(splits), found
-        )
+        _merge(sums, raw_sums, stats, group.releasing.numpy(), sink_logits, U(splits), found)
     return found
 
 
 @njit(cache=True, nogil=True, fastmath=True)
 def _absorb(queries, matrices, absorbed):  # type: ignore[no-untyped-def]
-    """queries [B, G, D] times their head's [D, R + 2]."""
+    """queries [B, G, D] times their head's [D, R + 1]."""
     shared = queries.shape[1] // matrices.shape[0]
     for row in range(queries.shape[0]):
         for g in range(queries.shape[1]):
@@ -354,13 +351,13 @@ def _attend(  # type: ignore[no-untyped-def]
     key_scales,
     key_widths,
     key_offsets,
-    key_polynomials,
+    key_centred,
     key_stride,
     value_pages,
     value_scales,
     value_widths,
     value_offsets,
-    value_polynomials,
+    value_centred,
     value_stride,
     table,
     counts,
@@ -391,13 +388,13 @@ def _attend(  # type: ignore[no-untyped-def]
             key_scales,
             key_widths,
             key_offsets,
-            key_polynomials,
+            key_centred,
             key_stride,
             value_pages,
             value_scales,
             value_widths,
             value_offsets,
-            value_polynomials,
+            value_centred,
             value_stride,
             table,
             counts,
@@ -434,13 +431,13 @@ def _attend_range(  # type: ignore[no-untyped-def]
     key_scales,
     key_widths,
     key_offsets,
-    key_polynomials,
+    key_centred,
     key_stride,
     value_pages,
     value_scales,
     value_widths,
     value_offsets,
-    value_polynomials,
+    value_centred,
     value_stride,
     table,
     counts,
@@ -453,10 +450,10 @@ def _attend_range(  # type: ignore[no-untyped-def]
     sums,
     stats,
 ):
-    """Pages begin..end of one row: sums [G x RV], stats [G, 4] = largest score, weight, scaled weight, weight again."""
+    """Pages begin..end of one row: sums [G x RV], stats [G, 3] = largest score, weight, weight on pages."""
     ranks = U(key_widths.size)
     value_ranks = U(value_widths.size)
-    stride = ranks + U2
+    stride = ranks + U1
     scores = np.zeros(group * _BLOCK, dtype=np.float32)
     bits = scores.view(np.int32)
     levels = np.empty(U4 * _BLOCK, dtype=np.float32)
@@ -467,7 +464,7 @@ def _attend_range(  # type: ignore[no-untyped-def]
     barred = np.empty(_BLOCK, dtype=np.float32)
     for g in range(group):
         stats[g, 0] = _NEVER
-        stats[g, 1] = stats[g, 2] = stats[g, 3] = f4(0)
+        stats[g, 1] = stats[g, 2] = f4(0)
     for i in range(group * value_ranks):
         sums[i] = f4(0)
     slot = U0
@@ -491,10 +488,8 @@ def _attend_range(  # type: ignore[no-untyped-def]
                 key_scale[p * U128 + t] = table[key_scales[at + t]] * _LOG2E
                 value_scale[p * U128 + t] = table[value_scales[at + t]]
         # Scores.
-        for g in range(group):
-            lowest = queries[(query_row + g) * stride + ranks]
-            for t in range(_BLOCK):
-                scores[g * _BLOCK + t] = lowest
+        for i in range(group * _BLOCK):
+            scores[i] = f4(0)
         for r in range(U0, ranks, U4):
             fours = min(U4, ranks - r)
             _levels(
@@ -504,7 +499,7 @@ def _attend_range(  # type: ignore[no-untyped-def]
                 key_stride,
                 key_widths,
                 key_offsets,
-                key_polynomials,
+                key_centred,
                 r,
                 fours,
                 codes,
@@ -539,7 +534,7 @@ def _attend_range(  # type: ignore[no-untyped-def]
         # Online softmax, in powers of two.
         for g in range(group):
             s = g * _BLOCK
-            mean = queries[(query_row + g) * stride + ranks + U1] * _LOG2E
+            mean = queries[(query_row + g) * stride + ranks] * _LOG2E
             for t in range(_BLOCK):
                 scores[s + t] = scores[s + t] * key_scale[t] + mean
             if softcap > f4(0):
@@ -564,13 +559,10 @@ def _attend_range(  # type: ignore[no-untyped-def]
             weight = f4(0)
             for t in range(_BLOCK):
                 weight += scores[s + t]
-            scaled = f4(0)
             for t in range(_BLOCK):
                 scores[s + t] *= value_scale[t]
-                scaled += scores[s + t]
             stats[g, 1] = stats[g, 1] * fade + weight
-            stats[g, 2] = stats[g, 2] * fade + scaled
-            stats[g, 3] = stats[g, 1]
+            stats[g, 2] = stats[g, 1]
             for r in range(value_ranks):
                 sums[g * value_ranks + r] *= fade
         # Values.
@@ -583,7 +575,7 @@ def _attend_range(  # type: ignore[no-untyped-def]
                 value_stride,
                 value_widths,
                 value_offsets,
-                value_polynomials,
+                value_centred,
                 r,
                 fours,
                 codes,
@@ -629,17 +621,17 @@ def _attend_range(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, fastmath=True, inline="always")
-def _levels(pages, page, here, stride, widths, offsets, polynomials, r, fours, codes, levels):  # type: ignore[no-untyped-def]
-    """Levels over the lowest one of coefficients r..r + fours, of one or two pages; of a page too few, old codes'."""
+def _levels(pages, page, here, stride, widths, offsets, centred, r, fours, codes, levels):  # type: ignore[no-untyped-def]
+    """Levels of coefficients r..r + fours, of one or two pages; of a page too few, old codes'."""
     for j in range(fours):
         width = widths[r + j]
         for p in range(here):
             _codes(pages, (page + p) * stride + offsets[r + j], width, codes, p * U128)
-        c1, c2, c3 = polynomials[width, 1], polynomials[width, 2], polynomials[width, 3]
+        middle, gain, cubic = centred[width, 0], centred[width, 1], centred[width, 2]
         to = j * _BLOCK
         for t in range(_BLOCK):
-            u = f4(codes[t])
-            levels[to + t] = ((c3 * u + c2) * u + c1) * u
+            z = f4(codes[t]) - middle
+            levels[to + t] = (cubic * z * z + gain) * z
     for t in range(fours * _BLOCK, U4 * _BLOCK):
         levels[t] = f4(0)
 
@@ -716,7 +708,7 @@ def _attend_raw(own, raw_keys, raw_values, visible, bfloat16, softcap, begin, en
                     top = max(top, score)
             fade = f4(np.exp2(max(stats[g, 0] - top, f4(-1000))))
             stats[g, 0] = top
-            for i in range(1, 4):
+            for i in range(1, 3):
                 stats[g, i] *= fade
             own_sums = sums[g]
             for r in range(own_sums.size):
@@ -763,7 +755,7 @@ def _to_float(half, row, number, bfloat16):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, fastmath=True)
-def _merge(sums, raw_sums, stats, lowest, matrices, sink_logits, splits, found):  # type: ignore[no-untyped-def]
+def _merge(sums, raw_sums, stats, matrices, sink_logits, splits, found):  # type: ignore[no-untyped-def]
     """The ranges of each row together, and coefficients back to channels: found [B, G, DV]."""
     ranks = sums.shape[2]
     shared = found.shape[1] // matrices.shape[0]
@@ -783,11 +775,10 @@ def _merge(sums, raw_sums, stats, lowest, matrices, sink_logits, splits, found):
             for item in items:
                 share = f4(np.exp2(max(stats[item, g, 0] - top, f4(-1000))))
                 weight += share * stats[item, g, 1]
-                scaled = stats[item, g, 2]
                 own = sums[item, g]
                 for r in range(ranks):
-                    together[r] += share * (own[r] + lowest[r] * scaled)
-                together[ranks] += share * stats[item, g, 3]
+                    together[r] += share * own[r]
+                together[ranks] += share * stats[item, g, 2]
                 _add(out, raw_sums[item, g], share)
             if weight <= f4(0):
                 continue

@@ -306,7 +306,7 @@ def _score_pages(  # type: ignore[no-untyped-def]
 ):
     """Scores of a tile of queries on one page, in powers of two: [TILE, PAGE_TOKENS]; -inf where nothing is seen.
 
-    absorbed [B, G, R + 2]: what a query is to each coefficient, to the lowest levels (unused here), and to the mean.
+    absorbed [B, G, R + 1]: what a query is to each coefficient, and to the mean.
     """
     page = tl.program_id(0).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
@@ -319,14 +319,14 @@ def _score_pages(  # type: ignore[no-untyped-def]
         seen = seen & (tl.load(hidden + row * slots + slot, mask=seen, other=1) == 0)
     scale = _scale(scales + row * scale_row_stride + page * scale_page_stride, t, seen)
     at = pages + row * row_stride + page * page_stride
-    query = absorbed + (row * heads + g) * (ranks + 2)
+    query = absorbed + (row * heads + g) * (ranks + 1)
     score = tl.full([TILE, _PAGE], 0, tl.float32)
     for block in range(0, padded // BLOCK):
         r = block * BLOCK + tl.arange(0, BLOCK)
         level = _levels(at, t, widths, offsets, polynomials, planes, padded, block, BLOCK)
         part = tl.load(query[:, None] + r[None, :], mask=own[:, None] & (r < ranks)[None, :], other=0.0)
         score = tl.dot(part, level, score, input_precision="ieee")
-    mean = tl.load(query + ranks + 1, mask=own, other=0.0)
+    mean = tl.load(query + ranks, mask=own, other=0.0)
     score = score * scale[None, :] + mean[:, None]
     if CAPPED:
         score = softcap * _tanh(score / softcap)

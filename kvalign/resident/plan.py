@@ -65,6 +65,18 @@ class SidePlan:
         return table
 
     @cached_property
+    def centred(self) -> NDArray[np.float32]:
+        """[MAX_WIDTH + 1, 3]: middle m, a and b of each width; level = (b z^2 + a) z with z = code - m.
+
+        Sums of what is spread about zero keep the digits that sums of the polynomials' parts would cancel.
+        """
+        table = np.zeros((MAX_WIDTH + 1, 3), dtype=np.float32)
+        for width in set(self.widths):
+            book = self.books[width]
+            table[width] = (book.middle, book.gain, book.gain * book.bend)
+        return table
+
+    @cached_property
     def levels(self) -> Tensor:
         """[MAX_WIDTH + 1, 256] float32: what each code of each width stands for."""
         table = torch.zeros(MAX_WIDTH + 1, 1 << MAX_WIDTH)
@@ -79,11 +91,6 @@ class SidePlan:
     @cached_property
     def offset_array(self) -> NDArray[np.uint64]:
         return np.array(self.layout.offsets, dtype=np.uint64)
-
-    @cached_property
-    def lowest(self) -> Tensor:
-        """[R] float32: c0 of each coefficient, what its code 0 stands for."""
-        return torch.from_numpy(self.polynomials[self.width_array.astype(np.int64), 0])
 
     def to(self, device: Any) -> "SidePlan":
         """The same on another device."""
@@ -115,11 +122,8 @@ class GroupPlan:
 
     @cached_property
     def absorbing(self) -> Tensor:
-        """[H, DK, R + 2]: a query times this is its part on each coefficient, on the lowest levels, and on the mean."""
-        side = self.keys
-        rows = torch.cat(
-            [side.synthesis, side.lowest[None].to(side.synthesis.device) @ side.synthesis, side.mean[None]]
-        )
+        """[H, DK, R + 1]: a query times this is its part on each coefficient, and on the mean."""
+        rows = torch.cat([self.keys.synthesis, self.keys.mean[None]])
         return rows.unflatten(1, (self.heads, -1)).permute(1, 2, 0).contiguous()
 
     @cached_property

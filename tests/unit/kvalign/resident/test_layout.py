@@ -152,7 +152,10 @@ def test_a_side_says_what_its_codes_stand_for() -> None:
         if known:
             assert torch.equal(side.levels[width, : 1 << width], codebook(width).levels())
             assert not side.levels[width, 1 << width :].any()
-    assert side.lowest.tolist() == pytest.approx([codebook(width).levels()[0].item() for width in (8, 3, 3, 1)])
+    for width in (8, 3, 1):
+        middle, gain, cubic = side.centred[width].tolist()
+        z = torch.arange(1 << width) - middle
+        torch.testing.assert_close((cubic * z * z + gain) * z, side.levels[width, : 1 << width])
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -161,14 +164,12 @@ def test_absorbing_and_releasing_are_the_bases_by_head(joint: bool) -> None:
     for group in plan.groups:
         keys, values = group.keys, group.values
         ranks = len(keys.widths)
-        lowest = keys.lowest @ keys.synthesis
-        assert group.absorbing.shape == (group.heads, 4, ranks + 2)
+        assert group.absorbing.shape == (group.heads, 4, ranks + 1)
         assert group.releasing.shape == (group.heads, len(values.widths) + 1, 5)
         for head in range(group.heads):
             own = slice(4 * head, 4 * head + 4)
             torch.testing.assert_close(group.absorbing[head, :, :ranks], keys.synthesis[:, own].T)
-            torch.testing.assert_close(group.absorbing[head, :, ranks], lowest[own])
-            torch.testing.assert_close(group.absorbing[head, :, ranks + 1], keys.mean[own])
+            torch.testing.assert_close(group.absorbing[head, :, ranks], keys.mean[own])
             own = slice(5 * head, 5 * head + 5)
             torch.testing.assert_close(group.releasing[head, :-1], values.synthesis[:, own])
             torch.testing.assert_close(group.releasing[head, -1], values.mean[own])

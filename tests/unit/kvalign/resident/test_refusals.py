@@ -125,7 +125,8 @@ def test_a_plan_of_more_layers_than_are_coded_will_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "found"), [((4, 8, 8), "(4, 8, 8)"), ((2, 16, 8), "(2, 16, 8)"), ((2, 8, 4), "(2, 8, 4)")]
+    ("shape", "found"),
+    [((4, 8, 8), "(4, 8) and (4, 8)"), ((2, 16, 8), "(2, 16) and (2, 8)"), ((2, 8, 4), "(2, 8) and (2, 4)")],
 )
 def test_a_plan_of_other_heads(llama: Any, shape: tuple[int, int, int], found: str) -> None:
     plan = replace(plan_of("llama"), layers={index: layer_plan(*shape) for index in range(2)})
