@@ -52,16 +52,24 @@ def encode(side: SidePlan, x: Tensor) -> tuple[Tensor, Tensor]:
     packed = np.zeros((pages, side.layout.page_bytes), dtype=np.uint8)
     scales = np.zeros((pages, PAGE_TOKENS), dtype=np.uint8)
     levels = side.levels.numpy()
-    bounds = np.full(levels.shape, np.float32(np.inf), dtype=np.float32)
-    bounds[:, :-1] = (levels[:, 1:] + levels[:, :-1]) / 2
+    bounds = np.full((levels.shape[0], levels.shape[1] + 1), np.float32(np.inf), dtype=np.float32)
+    bounds[:, 0] = -np.inf
+    bounds[:, 1:-1] = (levels[:, 1:] + levels[:, :-1]) / 2
+    for width in set(side.widths):
+        bounds[width, 1 << width] = np.inf  # above the last code there is nothing
+    widths = side.width_array.astype(np.int64)
+    middle, gain, cubic = (np.ascontiguousarray(side.centred[widths, column]) for column in range(3))
     with _one_caller:
         numba.set_num_threads(_threads())
         _encode(
             z.view(-1, z.shape[-1]).numpy(),
             side.energy.numpy(),
-            side.width_array.astype(np.int64),
+            widths,
             side.offset_array.astype(np.int64),
-            levels,
+            middle,
+            1 / gain,
+            cubic / gain,
+            gain,
             bounds,
             packed,
             scales,
@@ -71,10 +79,11 @@ def encode(side: SidePlan, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @njit(cache=True, nogil=True, parallel=True, fastmath={"contract", "reassoc", "arcp", "nsz"})
-def _encode(z, energy, widths, offsets, levels, bounds, packed, scales):  # type: ignore[no-untyped-def]
+def _encode(z, energy, widths, offsets, middle, density, bend, level, bounds, packed, scales):  # type: ignore[no-untyped-def]
     ranks = z.shape[1]
     for page in prange(packed.shape[0]):
         codes = np.empty((ranks, PAGE_TOKENS), dtype=np.uint8)
+        placed = np.empty(ranks, dtype=np.float32)
         for t in range(PAGE_TOKENS):
             own = z[page * PAGE_TOKENS + t]
             power = f4(0)
@@ -84,30 +93,48 @@ def _encode(z, energy, widths, offsets, levels, bounds, packed, scales):  # type
             best, least = 0, f4(np.inf)
             for step in _TRIED:
                 tried = min(max(start + step, 0), 255)
-                scale = _SCALES[tried]
-                error = f4(0)
-                for r in range(ranks):
-                    width = widths[r]
-                    level = levels[width, _nearest(own[r] / scale, bounds, width)]
-                    off = level * scale - own[r]
-                    error += off * off * energy[r]
+                error = _error(own, energy, middle, density, bend, level, _SCALES[tried], placed)
                 if error < least:
                     best, least = tried, error
             scales[page, t] = best
+            _error(own, energy, middle, density, bend, level, _SCALES[best], placed)
             for r in range(ranks):
-                codes[r, t] = _nearest(own[r] / _SCALES[best], bounds, widths[r])
+                # Exactly the nearest: what was found by iteration may be one off where two are nearly as near.
+                code = int(placed[r])
+                y = own[r] / _SCALES[best]
+                code += int(y >= bounds[widths[r], code + 1]) - int(y < bounds[widths[r], code])
+                codes[r, t] = code
         for r in range(ranks):
             _pack(codes[r], widths[r], packed[page], offsets[r])
 
 
-@njit(cache=True, inline="always")
-def _nearest(y, bounds, width):  # type: ignore[no-untyped-def]
-    code = 0
-    for bit in range(width - 1, -1, -1):
-        higher = code + (1 << bit)
-        if y >= bounds[width, higher - 1]:
-            code = higher
-    return code
+@njit(cache=True, nogil=True, fastmath=True, error_model="numpy")  # a check for zero would forbid vectors
+def _error(own, energy, middle, density, bend, level, scale, placed):  # type: ignore[no-untyped-def]
+    """Squared error of one token at a scale; placed: its codes, counted from the middle.
+
+    Levels are (z + b z^3) / density, so that half way between those of z and z + 1 stands c (1 + 3/4 b) + b c^3 with
+    c = z + 1/2: what solves this for a coefficient, rounded, is its nearest level. Newton's method from above, where
+    it never overshoots; what is beyond the last level is brought there first.
+    """
+    density_of_one = f4(1) / scale
+    total = f4(0)
+    for r in range(own.size):
+        b = bend[r]
+        slope = f4(1) + f4(0.75) * b
+        last = middle[r]
+        far = min(abs(own[r]) * density_of_one * density[r], (slope + b * last * last) * last)
+        p = min(far, last)
+        p -= ((slope + b * p * p) * p - far) / (slope + f4(3) * b * p * p)
+        p -= ((slope + b * p * p) * p - far) / (slope + f4(3) * b * p * p)
+        p -= ((slope + b * p * p) * p - far) / (slope + f4(3) * b * p * p)
+        p -= ((slope + b * p * p) * p - far) / (slope + f4(3) * b * p * p)
+        p = p if own[r] >= f4(0) else -p
+        code = f4(np.int32(min(max(p + last + f4(0.5), f4(0)), last + last)))
+        z = code - last
+        placed[r] = code
+        off = (f4(1) + b * z * z) * z * level[r] * scale - own[r]
+        total += off * off * energy[r]
+    return total
 
 
 @njit(cache=True)
