@@ -315,7 +315,7 @@ def test_a_failed_gate_leaves_the_report_and_no_artifact(conversion: Conversion)
     assert {CONFIG_NAME, TENSORS_NAME}.isdisjoint(path.name for path in conversion.out.iterdir())
     report = json.loads((conversion.out / "report.json").read_text())
     assert report["gate"]["passed"] is False
-    assert len(report["gate"]["failures"]) == 2
+    assert len(report["gate"]["failures"]) == 4
     assert "Not published" in (conversion.out / "README.md").read_text()
 
 
