@@ -100,7 +100,8 @@ def _encode(z, energy, widths, offsets, middle, density, bend, level, bounds, pa
             _error(own, energy, middle, density, bend, level, _SCALES[best], placed)
             for r in range(ranks):
                 # Exactly the nearest: what was found by iteration may be one off where two are nearly as near.
-                code = int(placed[r])
+                # Clamped, because what stands in padding need not be a number.
+                code = min(max(int(placed[r]), 0), int(f4(2) * middle[r]))
                 y = own[r] / _SCALES[best]
                 code += int(y >= bounds[widths[r], code + 1]) - int(y < bounds[widths[r], code])
                 codes[r, t] = code
