@@ -169,10 +169,10 @@ def artifact_bytes(artifact: Artifact) -> int:
     return len(artifact.tensor_bytes)
 
 
-def joined_tokens(subject: Subject, documents: Sequence[Document], count: int) -> Tensor:
+def joined_tokens(tokenizer: Any, documents: Sequence[Document], count: int) -> Tensor:
     """The first tokens of all documents one after another, [count] int64; raises ValueError when there are fewer."""
     text = "\n\n".join(document.text for document in documents)
-    tokens = subject.tokenizer(text, verbose=False)["input_ids"][:count]
+    tokens = tokenizer(text, verbose=False)["input_ids"][:count]
     if len(tokens) < count:
         raise ValueError(f"the text holds {len(tokens)} tokens; {count} are needed")
     return torch.tensor(tokens)

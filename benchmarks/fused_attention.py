@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.environment import describe, say, write_json
 from kvalign.kernels import reference
 from kvalign.resident.attention import Counters, Mask, attend
-from kvalign.resident.fit import allocate_bits, fit_codebook
+from kvalign.resident.fit import allocate_bits, fit_codebook, squared_error
 from kvalign.resident.layout import MAX_WIDTH
 from kvalign.resident.plan import GroupPlan, LayerPlan, SidePlan
 from kvalign.resident.state import LayerState
@@ -89,9 +89,7 @@ def made_up_plan(bits: float) -> LayerPlan:
     books = {width: fit_codebook(sample, width) for width in range(1, MAX_WIDTH + 1)}
     errors = torch.ones(MAX_WIDTH + 1, features, dtype=torch.float64)
     for width, book in books.items():
-        levels = book.levels().double()
-        nearest = levels[torch.bucketize(sample, (levels[1:] + levels[:-1]) / 2)]
-        errors[width] = (nearest - sample).square().mean()
+        errors[width] = squared_error(sample, book.levels().double())
     widths = allocate_bits(errors * deviation.double().square(), bits * features - 8)
 
     def side() -> SidePlan:

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 from benchmarks.environment import describe, say, write_json
 from benchmarks.fitting import SINK_TOKENS, Subject, calibrated, fitted_resident, joined_tokens
 from kvalign.artifact import load_artifact
-from kvalign.capture import load_model, run
+from kvalign.capture import load_model, load_tokenizer, run
 from kvalign.resident.cache import ResidentCache
 from kvalign.resident.interface import fused_attention
 from kvalign.resident.stored import StoredResident
@@ -39,7 +39,7 @@ UNITS = {
     "ttft_s": "seconds from the prompt to the first new token; median of the rounds",
     "cache_bytes": "bytes that the cache holds at the end; of quantized caches the tensors found in their layers",
     "peak_bytes": "most memory of the process above what it held with the model loaded, before the prompt",
-    "kvalign_over_dynamic": "tokens_per_s of the row over that of cache = dynamic at the same context",
+    "over_dynamic": "tokens_per_s of the row over that of cache = dynamic at the same context",
 }
 
 
@@ -135,10 +135,9 @@ def _plan(path: Path) -> StoredResident:
 def row(arguments: argparse.Namespace) -> dict[str, Any]:
     """One context with one kind of cache, measured in this process."""
     context, name = int(arguments.row[0]), arguments.row[1]
-    subject = Subject.load(arguments.model)
-    tokens = joined_tokens(subject, [*builtin_documents("calibration"), *builtin_documents("validation")], context)
+    documents = [*builtin_documents("calibration"), *builtin_documents("validation")]
+    tokens = joined_tokens(load_tokenizer(arguments.model), documents, context)
     model = load_model(arguments.model, getattr(torch, arguments.dtype))
-    del subject
     with fused_attention(model) if name == "kvalign" else nullcontext():
         _generated(model, _cache(name, model, arguments.artifact), tokens[:200], 3)  # compiles, and warms up
         Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten

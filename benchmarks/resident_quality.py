@@ -26,7 +26,7 @@ from kvalign.convert import TOKEN_BETA
 from kvalign.evaluate.metrics import divergence, summarise
 from kvalign.evaluate.protocol import PreparedWindow, prepare
 from kvalign.evaluate.resident import measure_resident
-from kvalign.resident.cache import take
+from kvalign.resident.cache import fill
 from kvalign.resident.interface import fused_attention
 from kvalign.text import Document, builtin_documents, read_documents
 
@@ -125,11 +125,7 @@ def transcoding(
     steps = {ratio: _step_of(codec, prepared[0], ratio) for ratio in ratios}
 
     def resident(window: PreparedWindow) -> Cache:
-        cache = codec.cache()
-        padding = torch.zeros(1, dtype=torch.int64)
-        for layer, (keys, values) in zip(cache.layers, layer_tensors(window.cache), strict=True):
-            take(layer, keys, values, padding)
-        return cache
+        return fill(codec.cache(), layer_tensors(window.cache), torch.zeros(1, dtype=torch.int64))
 
     def stored(window: PreparedWindow, cache: Any, step: int) -> bytes:
         return codec.encode(cache, input_ids=window.window.prefix[None], step=step, watched=window.watched)

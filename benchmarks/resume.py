@@ -44,7 +44,7 @@ def main() -> None:
         artifact = fitted(subject, calibration, finest_ratio=_FINEST_RATIO, token_beta=arguments.token_beta)
     models = {"float32": subject.model, "bfloat16": load_model(arguments.model, torch.bfloat16)}
     lengths = [length for length in arguments.lengths if length <= subject.position_limit]
-    text = joined_tokens(subject, builtin_documents("validation"), max(lengths, default=0))
+    text = joined_tokens(subject.tokenizer, builtin_documents("validation"), max(lengths, default=0))
     rows = []
     for length in lengths:
         rows.append(measured(models, artifact, text[:length], arguments.repeats))

@@ -1,6 +1,7 @@
 """The only place that makes a rate. Its parts sum to the bytes on disk; knows sizes, not tensors."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from kvalign.geometry import Geometry
 
@@ -64,17 +65,6 @@ def break_even_tokens(geometry: Geometry, artifact_bytes: int, coded_ratio: floa
     return int(artifact_bytes / saved_per_token) + 1
 
 
-def merged(sizes: list[PayloadSizes]) -> PayloadSizes:
-    """Sizes of several payloads together."""
-    return PayloadSizes(
-        coded=sum(item.coded for item in sizes),
-        verbatim=sum(item.verbatim for item in sizes),
-        side_info=sum(item.side_info for item in sizes),
-        body_tokens=sum(item.body_tokens for item in sizes),
-        verbatim_tokens=sum(item.verbatim_tokens for item in sizes),
-    )
-
-
 @dataclass(frozen=True)
 class ResidentSizes:
     """Bytes of memory that a resident cache holds, by purpose, over all rows.
@@ -114,12 +104,10 @@ def projected_resident_ratio(
     return raw * tokens / (raw * verbatim + (tokens - verbatim) * values_per_token * bits_per_value / 8)
 
 
-def merged_resident(sizes: list[ResidentSizes]) -> ResidentSizes:
-    """Sizes of several resident caches together."""
-    return ResidentSizes(
-        coded=sum(item.coded for item in sizes),
-        verbatim=sum(item.verbatim for item in sizes),
-        other=sum(item.other for item in sizes),
-        coded_tokens=sum(item.coded_tokens for item in sizes),
-        tokens=sum(item.tokens for item in sizes),
-    )
+Sizes = TypeVar("Sizes", PayloadSizes, ResidentSizes)
+
+
+def merged(sizes: list[Sizes]) -> Sizes:
+    """Sizes of several payloads, or of several resident caches, together; one at least."""
+    parts = [asdict(item) for item in sizes]
+    return type(sizes[0])(**{name: sum(part[name] for part in parts) for name in parts[0]})

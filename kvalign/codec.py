@@ -29,7 +29,7 @@ from kvalign.errors import ConfigInvalid, PayloadInvalid
 from kvalign.geometry import KINDS, Kind, TokenSplit
 from kvalign.quantize import LARGEST_SYMBOL, STEP_LIMIT, dequantize, quantize
 from kvalign.recompute import FirstLayers, Recomputed, same_tokens
-from kvalign.resident.cache import ResidentCache, same_weights, take, uncompressed
+from kvalign.resident.cache import ResidentCache, fill, same_weights, uncompressed
 from kvalign.resident.interface import register
 from kvalign.resident.plan import ResidentPlan
 from kvalign.token_steps import COARSEST_SHIFT, FINEST_SHIFT, shift_bytes, shifts_by_attention, step_sizes
@@ -131,11 +131,8 @@ class Codec:
         given no model, or has no resident form.
         """
         payload = self._parsed(data)
-        cache = self.cache()
         padding = torch.tensor([row.padding for row in payload.rows])
-        for layer, (keys, values) in zip(cache.layers, layer_tensors(self._decoded(payload)), strict=True):
-            take(layer, keys, values, padding.to(keys.device))
-        return cache
+        return fill(self.cache(), layer_tensors(self._decoded(payload)), padding)
 
     def decode_dense(self, data: bytes) -> DynamicCache:
         """The cache as it was encoded, uncompressed, on the model's device and in the dtype it was encoded from.

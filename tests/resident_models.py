@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import tiny_models
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -21,20 +22,7 @@ from kvalign.resident.plan import GroupPlan, LayerPlan, ResidentPlan, SidePlan
 
 WINDOW = 64
 _MEASURED_TOKENS = 160
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 258,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-    "pad_token_id": 257,
-}
+_SHAPE: dict[str, Any] = tiny_models.SHAPE | {"head_dim": 8, "max_position_embeddings": 1024}
 _FOUR = _SHAPE | {"num_hidden_layers": 4}
 _SLIDING_AND_FULL = _FOUR | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
 # Every token goes to every expert: a choice between experts would make logits jump at the least difference.

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 BOS, EOS = 256, 257
 POSITIONS = 256
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 258,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -48,15 +48,15 @@ _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
 
 # name: (model type, settings). All but gpt2 and mamba have 4 query heads on 2 KV heads of 8 channels.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", _SHAPE),
-    "llama_linear": ("llama", _SHAPE | _rope("linear", factor=4.0)),
-    "llama_llama3": ("llama", _SHAPE | _rope("llama3", **_LLAMA3)),
-    "llama_yarn": ("llama", _SHAPE | _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
-    "qwen2": ("qwen2", _SHAPE),
+    "llama": ("llama", SHAPE),
+    "llama_linear": ("llama", SHAPE | _rope("linear", factor=4.0)),
+    "llama_llama3": ("llama", SHAPE | _rope("llama3", **_LLAMA3)),
+    "llama_yarn": ("llama", SHAPE | _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "qwen2": ("qwen2", SHAPE),
     "gpt2": ("gpt2", _GPT2),
-    "phi": ("phi", _SHAPE | {"partial_rotary_factor": 0.5}),
-    "cohere": ("cohere", _SHAPE),
-    "smollm3": ("smollm3", _SHAPE | {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "phi": ("phi", SHAPE | {"partial_rotary_factor": 0.5}),
+    "cohere": ("cohere", SHAPE),
+    "smollm3": ("smollm3", SHAPE | {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
     "mamba": ("mamba", _MAMBA),
 }
 

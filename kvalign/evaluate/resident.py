@@ -112,7 +112,7 @@ def measure_resident(
         domains={name: summarise([part for other, part in found if other == name]) for name in names},
         floor_kl=floor,
         recent_tokens=plan.recent_tokens,
-        coded_ratio=accounting.resident_coded_ratio(values, accounting.merged_resident(sizes)),
+        coded_ratio=accounting.resident_coded_ratio(values, accounting.merged(sizes)),
         bits_per_value=plan.bits_per_value if plan.layers else 16.0,
         kernels=kernels,
         dense_layers=dense,

@@ -270,32 +270,34 @@ def _bits_above(pages, at, codes, to, shift):  # type: ignore[no-untyped-def]
 class Coded:
     """The pages of one group as the kernel reads them: gathered once, good until they change.
 
-    counts   [N] uint64: tokens that each page holds
+    counts        [N] uint64: tokens that each page holds
+    keys, values  pages and log scales flat, widths, offsets and levels of coefficients, bytes of a page
     """
 
     group: GroupPlan
     rows: int
     pages: int
     counts: NDArray[np.uint64]
-    arguments: tuple[Any, ...]
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
 
     @classmethod
     def of(
         cls, group: GroupPlan, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], counts: list[int]
     ) -> "Coded":
         """keys, values: codes [B, N, page_bytes] and log scales [B, N, PAGE_TOKENS], uint8 both."""
-        arguments: list[Any] = []
-        for side, (codes, scales) in ((group.keys, keys), (group.values, values)):
-            arguments += [
+        sides = [
+            (
                 codes.contiguous().numpy().reshape(-1),
                 scales.contiguous().numpy().reshape(-1),
                 side.width_array,
                 side.offset_array,
                 side.centred,
                 U(side.layout.page_bytes),
-            ]
-        held = np.array(counts, dtype=np.uint64)
-        return cls(group, keys[0].shape[0], keys[0].shape[1], held, (*arguments, _SCALES, held))
+            )
+            for side, (codes, scales) in ((group.keys, keys), (group.values, values))
+        ]
+        return cls(group, keys[0].shape[0], keys[0].shape[1], np.array(counts, dtype=np.uint64), *sides)
 
 
 def attend_one(
@@ -336,7 +338,10 @@ def attend_one(
         _attend(
             absorbed.reshape(-1),
             queries,
-            *coded.arguments,
+            coded.keys,
+            coded.values,
+            _SCALES,
+            coded.counts,
             first,
             hidden,
             raw_keys,
@@ -375,18 +380,8 @@ def _absorb(queries, matrices, absorbed):  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     queries,
     own,
-    key_pages,
-    key_scales,
-    key_widths,
-    key_offsets,
-    key_centred,
-    key_stride,
-    value_pages,
-    value_scales,
-    value_widths,
-    value_offsets,
-    value_centred,
-    value_stride,
+    keys,
+    values,
     table,
     counts,
     first,
@@ -412,18 +407,8 @@ def _attend(  # type: ignore[no-untyped-def]
             queries,
             row * group,
             group,
-            key_pages,
-            key_scales,
-            key_widths,
-            key_offsets,
-            key_centred,
-            key_stride,
-            value_pages,
-            value_scales,
-            value_widths,
-            value_offsets,
-            value_centred,
-            value_stride,
+            keys,
+            values,
             table,
             counts,
             first[row],
@@ -455,18 +440,8 @@ def _attend_range(  # type: ignore[no-untyped-def]
     queries,
     query_row,
     group,
-    key_pages,
-    key_scales,
-    key_widths,
-    key_offsets,
-    key_centred,
-    key_stride,
-    value_pages,
-    value_scales,
-    value_widths,
-    value_offsets,
-    value_centred,
-    value_stride,
+    keys,
+    values,
     table,
     counts,
     first,
@@ -479,8 +454,9 @@ def _attend_range(  # type: ignore[no-untyped-def]
     stats,
 ):
     """Pages begin..end of one row: sums [G x RV], stats [G, 3] = largest score, weight, weight on pages."""
-    ranks = U(key_widths.size)
-    value_ranks = U(value_widths.size)
+    ranks = U(keys[2].size)
+    value_ranks = U(values[2].size)
+    key_scales, value_scales = keys[1], values[1]
     stride = ranks + U1
     scores = np.zeros(group * _BLOCK, dtype=np.float32)
     bits = scores.view(np.int32)
@@ -520,19 +496,7 @@ def _attend_range(  # type: ignore[no-untyped-def]
             scores[i] = f4(0)
         for r in range(U0, ranks, U4):
             fours = min(U4, ranks - r)
-            _levels(
-                key_pages,
-                page_row + page,
-                here,
-                key_stride,
-                key_widths,
-                key_offsets,
-                key_centred,
-                r,
-                fours,
-                codes,
-                levels,
-            )
+            _levels(keys, page_row + page, here, r, fours, codes, levels)
             for g in range(U0, triples, U3):
                 h = (query_row + g) * stride + r
                 a0, a1, a2, a3 = _four(queries, h, fours)
@@ -596,19 +560,7 @@ def _attend_range(  # type: ignore[no-untyped-def]
         # Values.
         for r in range(U0, value_ranks, U4):
             fours = min(U4, value_ranks - r)
-            _levels(
-                value_pages,
-                page_row + page,
-                here,
-                value_stride,
-                value_widths,
-                value_offsets,
-                value_centred,
-                r,
-                fours,
-                codes,
-                levels,
-            )
+            _levels(values, page_row + page, here, r, fours, codes, levels)
             for g in range(U0, triples, U3):
                 s = g * _BLOCK
                 a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = c0 = c1 = c2 = c3 = f4(0)
@@ -649,8 +601,9 @@ def _attend_range(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, fastmath=True, inline="always")
-def _levels(pages, page, here, stride, widths, offsets, centred, r, fours, codes, levels):  # type: ignore[no-untyped-def]
+def _levels(side, page, here, r, fours, codes, levels):  # type: ignore[no-untyped-def]
     """Levels of coefficients r..r + fours, of one or two pages; of a page too few, old codes'."""
+    pages, _, widths, offsets, centred, stride = side
     for j in range(fours):
         width = widths[r + j]
         for p in range(here):

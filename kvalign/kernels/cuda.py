@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvalign.resident.layout import MAX_WIDTH, PAGE_TOKENS, SCALE_BIAS, SCALE_STEPS
-from kvalign.resident.plan import GroupPlan, SidePlan
+from kvalign.resident.plan import GroupPlan, SidePlan, by_head
 
 # Sides of the tiles that are multiplied: the smallest is what a product takes, and the others are about the largest
 # with which programs fit their registers (ptxas for sm_90, behind Triton 3.9).
@@ -224,7 +224,7 @@ def _attend_pages(
     )
     if not splits or not rows:
         return part
-    absorbed = _by_head(queries.float(), group.absorbing).contiguous()
+    absorbed = by_head(queries.float(), group.absorbing).contiguous()
     scores = torch.empty(rows, heads, pages * PAGE_TOKENS, dtype=torch.float32, device=device)
     held = counts.to(device=device, dtype=torch.int32)
     unseen = None if hidden is None else hidden.contiguous().view(torch.uint8)
@@ -430,7 +430,7 @@ def _merged(group: GroupPlan, pages: _Part, raw: _Part, sink_logits: Tensor | No
     splits = pages.tops.shape[1]
     coded = (pages.sums * shares[:, :splits, :, None]).sum(1)
     held = weights[:, :splits].sum(1)
-    found = _by_head(torch.cat([coded, held[..., None]], dim=-1), group.releasing)
+    found = by_head(torch.cat([coded, held[..., None]], dim=-1), group.releasing)
     found = found + raw.sums[:, 0] * shares[:, splits, :, None]
     weight = weights.sum(1)
     return found / weight.masked_fill(weight == 0, 1.0)[..., None]
@@ -442,14 +442,6 @@ def _merged(group: GroupPlan, pages: _Part, raw: _Part, sink_logits: Tensor | No
 def _settled(tops: Tensor) -> Tensor:
     """Tops to take scores from: 0 where nothing is seen, as -inf less -inf is not a number."""
     return tops.masked_fill(tops == float("-inf"), 0.0)
-
-
-def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
-    """x [B, G, X], query heads of a KV head in a row, times its matrix of [H, X, Y]: [B, G, Y]."""
-    rows, heads = x.shape[:2]
-    shared = heads // matrices.shape[0]
-    grouped = x.unflatten(1, (-1, shared)).transpose(0, 1).flatten(1, 2)
-    return (grouped @ matrices).unflatten(1, (rows, shared)).transpose(0, 1).reshape(rows, heads, matrices.shape[2])
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Runs on any device, and unpacks everything it needs: correct at any length, quic
 import torch
 from torch import Tensor
 
-from kvalign.resident.layout import MAX_WIDTH, PAGE_TOKENS, SCALE_BIAS, SCALE_STEPS, pack, scale_of, unpack
+from kvalign.resident.layout import MAX_WIDTH, PAGE_TOKENS, SCALE_BIAS, SCALE_STEPS, nearest, pack, scale_of, unpack
 from kvalign.resident.plan import SidePlan
 
 # Steps of a token's scale that are tried around the one its energy asks for; the least squared error wins.
@@ -47,7 +47,7 @@ def nearest_codes(side: SidePlan, z: Tensor) -> Tensor:
     parts = []
     for width, first, end in side.layout.runs:
         levels = side.books[width].levels().to(z.device)
-        parts.append(torch.bucketize(z[..., first:end].contiguous(), (levels[1:] + levels[:-1]) / 2, right=True))
+        parts.append(nearest(z[..., first:end].contiguous(), levels))
     return torch.cat(parts, dim=-1).to(torch.uint8) if parts else z.to(torch.uint8)
 
 
@@ -105,13 +105,3 @@ def attend(
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[2]]
     return (weights @ v).to(queries.dtype)
-
-
-def absorbed(side: SidePlan, queries: Tensor, heads: int) -> Tensor:
-    """Queries against the coefficients of a group: [B, QH, Q, R] float32. queries [B, QH, Q, D] of the group's heads.
-
-    The score of a query q against a key is then absorbed . coefficients + q . mean.
-    """
-    rows = side.synthesis.unflatten(1, (heads, -1)).transpose(0, 1)  # [H, R, D]
-    grouped = queries.float().unflatten(1, (heads, -1))
-    return (grouped.flatten(2, 3) @ rows.mT).unflatten(2, grouped.shape[2:4]).flatten(1, 2)

@@ -9,14 +9,13 @@ from types import ModuleType
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvalign import kernels
 from kvalign.errors import ConfigInvalid
 from kvalign.geometry import KINDS, Kind
-from kvalign.kernels import cpu, reference
-from kvalign.resident.plan import GroupPlan, SidePlan
+from kvalign.kernels import cpu
+from kvalign.resident.plan import GroupPlan, by_head
 from kvalign.resident.state import LayerState
 
 _TILE_PAGES = 8
@@ -137,7 +136,8 @@ def _fused_on_cpu(
     sink_logits: Tensor | None,
 ) -> Tensor:
     own = (queries[:, :, 0].float() * scaling).numpy()
-    raw_visible, hidden, first = _visible(state, mask)
+    seen, hidden = _visible(state, mask)
+    barred = torch.zeros(state.rows, 0, dtype=torch.bool) if hidden is None else hidden
     shared = queries.shape[1] // state.plan.kv_heads
     out = []
     for index, group in enumerate(state.plan.groups):
@@ -149,11 +149,11 @@ def _fused_on_cpu(
             cpu.attend_one(
                 state.gathered(index),
                 own[:, heads],
-                first,
-                hidden,
+                state.first_coded_array,
+                barred.numpy().view(np.uint8),
                 raw_keys,
                 raw_values,
-                raw_visible,
+                seen.numpy().view(np.uint8),
                 bfloat16=state.raw_buffer("keys").dtype == torch.bfloat16,
                 softcap=softcap or 0.0,
                 sink_logits=_NO_LOGITS if sink_logits is None else sink_logits[heads].detach().float().numpy(),
@@ -173,12 +173,7 @@ def fused_by_triton(
     sink_logits: Tensor | None,
 ) -> Tensor:
     """One query a row through kernels/cuda.py, [B, QH, 1, DV] float32."""
-    slots, hidden = state.raw_slots(), None
-    seen = slots >= 0
-    if mask.visible is not None:
-        visible = mask.visible[:, 0, 0].expand(state.rows, -1)
-        seen &= visible.gather(1, slots.clamp_min(0))
-        hidden = ~visible[:, : state.coded_tokens]
+    seen, hidden = _visible(state, mask)
     counts = torch.tensor(state.counts, dtype=torch.int32, device=queries.device)
     own = queries[:, :, 0].float() * scaling
     shared = queries.shape[1] // state.plan.kv_heads
@@ -202,26 +197,23 @@ def fused_by_triton(
     return torch.cat(out, dim=1)[:, :, None]
 
 
-def _visible(state: LayerState, mask: Mask) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint64]]:
-    """For one query a row: raw tokens that are seen [B, n], slots of pages that are not [B, slots or 0], first [B]."""
-    first = state.first_coded_array
+def _visible(state: LayerState, mask: Mask) -> tuple[Tensor, Tensor | None]:
+    """For one query a row: raw tokens that are seen [B, n], and slots of pages that are not [B, slots]; None: none."""
     if mask.visible is None:
-        return _unmasked(state), np.zeros((state.rows, 0), dtype=np.uint8), first
-    slots = state.raw_slots().numpy()
-    seen = slots >= 0
-    visible = mask.visible[:, 0, 0].expand(state.rows, -1).numpy()
-    seen &= np.take_along_axis(visible, np.maximum(slots, 0), axis=1)
-    return seen.view(np.uint8), (~visible[:, : state.coded_tokens]).view(np.uint8), first
+        return _unmasked(state), None
+    slots, visible = state.raw_slots(), mask.visible[:, 0, 0].expand(state.rows, -1)
+    seen = (slots >= 0) & visible.gather(1, slots.clamp_min(0))
+    return seen, ~visible[:, : state.coded_tokens]
 
 
-def _unmasked(state: LayerState) -> NDArray[np.uint8]:
+def _unmasked(state: LayerState) -> Tensor:
     """As LayerState.raw_slots says it, [B, sinks + raw tokens]; without padding in a few microseconds."""
     if state.most_padding:
-        return (state.raw_slots() >= 0).numpy().view(np.uint8)
+        return state.raw_slots() >= 0
     sinks = state.sink_tokens
-    seen = np.ones((state.rows, sinks + state.raw_tokens), dtype=np.uint8)
-    seen[:, state.slots : sinks] = 0
-    seen[:, sinks : max(sinks, 2 * sinks - state.coded_tokens)] = 0
+    seen = torch.ones(state.rows, sinks + state.raw_tokens, dtype=torch.bool, device=state.padding.device)
+    seen[:, state.slots : sinks] = False
+    seen[:, sinks : max(sinks, 2 * sinks - state.coded_tokens)] = False
     return seen
 
 
@@ -246,7 +238,7 @@ def _tiled(
     out = []
     for index, group in enumerate(state.plan.groups):
         heads = slice(group.first_head * shared, group.end_head * shared)
-        softmax = _OnlineSoftmax(q[:, heads], softcap, group.values, group.heads, sink_logits, heads)
+        softmax = _OnlineSoftmax(q[:, heads], group, softcap, None if sink_logits is None else sink_logits[heads])
         for first in range(0, len(state.counts), _TILE_PAGES):
             slots = state.coded_slots(first, first + _TILE_PAGES).to(q.device)
             seen = _seen(mask, slots.expand(state.rows, -1), own_slots, span, heads, state.first_coded)
@@ -261,11 +253,7 @@ def _tiled(
                 )
                 for kind in KINDS
             )
-            absorbed = reference.absorbed(group.keys, q[:, heads], group.heads)
-            base = softmax.per_head(group.keys.mean[None])
-            scores = absorbed.flatten(1, 2) @ keys
-            scores = scores.view(*absorbed.shape[:3], -1) + base
-            softmax.add_coded(scores, values, seen, _bias(mask, slots.expand(state.rows, -1), span, heads))
+            softmax.add_coded(keys, values, seen, _bias(mask, slots.expand(state.rows, -1), span, heads))
         slots = state.raw_slots()
         raw_keys, raw_values = (
             _newest_exact(state, kind, group, None if fresh is None else fresh[part]) for part, kind in enumerate(KINDS)
@@ -286,13 +274,7 @@ def _newest_exact(state: LayerState, kind: Kind, group: GroupPlan, fresh: Tensor
         return found
     new = fresh[:, group.first_head : group.end_head].float()
     found[:, :, found.shape[2] - new.shape[2] :] = new
-    start = state.slots - new.shape[2]
-    if start < state.most_padding + state.sink_tokens:
-        for row, first in enumerate(state.padding.tolist()):
-            low, high = max(first, start), min(first + state.sink_tokens, state.slots)
-            found[row, :, max(0, low - first) : max(0, high - first)] = new[
-                row, :, low - start : max(low, high) - start
-            ]
+    state.fill_sinks(found, new, state.slots - new.shape[2])
     return found
 
 
@@ -322,41 +304,30 @@ def _at(table: Tensor, slots: Tensor, span: slice, heads: slice) -> Tensor:
 class _OnlineSoftmax:
     """Softmax over tokens that come in parts, those on pages first; keeps the largest score, the weight, and sums.
 
-    queries  [B, G, Q, D] scaled, of the heads of one group
+    queries      [B, G, Q, D] scaled, of the heads of one group
+    sink_logits  [G], or None
     """
 
-    def __init__(
-        self,
-        queries: Tensor,
-        softcap: float | None,
-        values: SidePlan,
-        heads: int,
-        sink_logits: Tensor | None,
-        query_heads: slice,
-    ) -> None:
+    def __init__(self, queries: Tensor, group: GroupPlan, softcap: float | None, sink_logits: Tensor | None) -> None:
         self._queries = queries
+        self._absorbed = by_head(queries, group.absorbing)  # [B, G, Q, R + 1]
+        self._group = group
         self._softcap = softcap
-        self._side = values
-        self._heads = heads
         shape = queries.shape[:3]
         if sink_logits is None:
             self._top = queries.new_full(shape, float("-inf"))
             self._weight = queries.new_zeros(shape)
         else:
-            self._top = sink_logits[query_heads].float().view(1, -1, 1).expand(shape).clone()
+            self._top = sink_logits.float().view(1, -1, 1).expand(shape).clone()
             self._weight = queries.new_ones(shape)
-        self._coded = queries.new_zeros(*shape, len(values.widths))
+        self._coded = queries.new_zeros(*shape, len(group.values.widths))
         self._coded_weight = queries.new_zeros(shape)
         self._raw: Tensor | float = 0.0
 
-    def per_head(self, mean: Tensor) -> Tensor:
-        """[B, G, Q, 1]: product of each query with its own head's part of [1, P]."""
-        parts = mean.view(self._heads, 1, -1)
-        grouped = self._queries.unflatten(1, (self._heads, -1))
-        return (grouped * parts[:, :, None]).sum(-1, keepdim=True).flatten(1, 2)
-
-    def add_coded(self, scores: Tensor, values: Tensor, seen: Tensor, bias: Tensor | None) -> None:
-        """scores [B, G, Q, T]; values [B, R, T] coefficients."""
+    def add_coded(self, keys: Tensor, values: Tensor, seen: Tensor, bias: Tensor | None) -> None:
+        """keys and values [B, R, T] coefficients."""
+        scores = self._absorbed[..., :-1].flatten(1, 2) @ keys
+        scores = scores.view(*self._absorbed.shape[:3], -1) + self._absorbed[..., -1:]
         weights = self._weights(scores, seen, bias)
         sums = weights.flatten(1, 2) @ values.mT
         self._coded += sums.view(*weights.shape[:3], -1)
@@ -364,12 +335,8 @@ class _OnlineSoftmax:
 
     def add_raw(self, keys: Tensor, values: Tensor, seen: Tensor, bias: Tensor | None) -> None:
         """keys and values [B, H, T, D]."""
-        grouped = self._queries.unflatten(1, (self._heads, -1))
-        scores = (grouped.flatten(2, 3) @ keys.mT).unflatten(2, grouped.shape[2:4]).flatten(1, 2)
-        weights = self._weights(scores, seen, bias)
-        by_head = weights.unflatten(1, (self._heads, -1))
-        sums = (by_head.flatten(2, 3) @ values).unflatten(2, by_head.shape[2:4]).flatten(1, 2)
-        self._raw = self._raw + sums
+        weights = self._weights(_times_own(self._queries, keys.mT), seen, bias)
+        self._raw = self._raw + _times_own(weights, values)
 
     def _weights(self, scores: Tensor, seen: Tensor, bias: Tensor | None) -> Tensor:
         if self._softcap:
@@ -389,9 +356,12 @@ class _OnlineSoftmax:
 
     def result(self) -> Tensor:
         """[B, G, Q, DV]."""
-        side = self._side
         sums = torch.cat([self._coded, self._coded_weight[..., None]], dim=-1)
-        rows = torch.cat([side.synthesis, side.mean[None]]).unflatten(1, (self._heads, -1)).transpose(0, 1)
-        grouped = sums.unflatten(1, (self._heads, -1))
-        found = (grouped.flatten(2, 3) @ rows).unflatten(2, grouped.shape[2:4]).flatten(1, 2) + self._raw
+        found = by_head(sums, self._group.releasing) + self._raw
         return found / self._weight.masked_fill(self._weight == 0, 1.0)[..., None]
+
+
+def _times_own(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [B, G, Q, X], query heads of a KV head in a row, times its row's own of [B, H, X, Y]: [B, G, Q, Y]."""
+    grouped = x.unflatten(1, (matrices.shape[1], -1))
+    return (grouped.flatten(2, 3) @ matrices).unflatten(2, grouped.shape[2:4]).flatten(1, 2)

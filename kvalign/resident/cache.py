@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 
 from kvalign.accounting import ResidentSizes
 from kvalign.errors import ConfigInvalid, SourceUnsupported
+from kvalign.geometry import KINDS
 from kvalign.resident.attention import Counters
 from kvalign.resident.plan import LayerPlan, ResidentPlan
 from kvalign.resident.state import LayerState
@@ -73,12 +74,13 @@ class Pass:
         self.announced = True
         if not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2):
             self.padding = None  # what layers hold says it
-        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-            seen = attention_mask.bool()
-            first = seen.int().argmax(1)
-            padding = torch.where(seen.any(1), first, torch.full_like(first, seen.shape[1]))
-            if self.padding is None or not torch.equal(padding, self.padding):
-                self.padding = padding
+            return
+        seen = attention_mask.bool()
+        first = seen.int().argmax(1)
+        padding = torch.where(seen.any(1), first, torch.full_like(first, seen.shape[1]))
+        # The same tensor while it says the same: layers derive from it only what is new.
+        if self.padding is None or not torch.equal(padding, self.padding):
+            self.padding = padding
 
 
 class _Shared:
@@ -132,7 +134,7 @@ class ResidentLayer(CacheLayerMixin):
             return Handle(self, key_states), Handle(self, value_states)
         self.counters.dense += 1
         self.counters.saw(self.state.slots)
-        keys, values = (self.state.dense(kind, key_states.dtype) for kind in ("keys", "values"))
+        keys, values = (self.state.dense(kind, key_states.dtype) for kind in KINDS)
         keys[:, :, -key_states.shape[2] :] = key_states
         values[:, :, -value_states.shape[2] :] = value_states
         self.state.settle()
@@ -230,8 +232,8 @@ class ResidentCache(Cache):
 
     def sizes(self) -> ResidentSizes:
         """Bytes really held, and tokens."""
-        held = [layer.state.held_bytes() for layer in self.coded_layers().values()]
         states = [layer.state for layer in self.coded_layers().values()]
+        held = [state.held_bytes() for state in states]
         other = sum(_tensor_bytes(layer) for layer in self.layers if not isinstance(layer, ResidentLayer))
         return ResidentSizes(
             coded=sum(part["coded"] for part in held),
@@ -318,10 +320,10 @@ def uncompressed(cache: ResidentCache) -> DynamicCache:
     tokens = cache.get_seq_length()
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, ResidentLayer) and not layer.state.is_empty:
-            keys: Any = layer.state.dense("keys", layer.state.dtype)
-            values: Any = layer.state.dense("values", layer.state.dtype)
+            held: list[Any] = [layer.state.dense(kind, layer.state.dtype) for kind in KINDS]
         else:
-            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            held = [getattr(layer, kind, None) for kind in KINDS]
+        keys, values = held
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.shape[-2] != tokens:
             raise ConfigInvalid(
                 f"Layer {index} of the cache ({type(layer).__name__}) does not hold all {tokens} tokens.",
@@ -331,13 +333,18 @@ def uncompressed(cache: ResidentCache) -> DynamicCache:
     return plain
 
 
-def take(layer: Any, keys: Tensor, values: Tensor, padding: Tensor) -> None:
-    """Fill one layer of a new cache with everything that was read, [B, H, T, D]; padding [B]."""
-    if isinstance(layer, ResidentLayer):
-        layer.state.append(keys, values, padding)
-        layer.state.settle()
-    else:
-        layer.update(keys, values)
+def fill(cache: ResidentCache, tensors: list[tuple[Tensor, Tensor]], padding: Tensor) -> ResidentCache:
+    """Everything that was read into a new cache, which is returned: (keys, values) of each layer, [B, H, T, D].
+
+    padding  [B]: slots before each row's first token
+    """
+    for layer, (keys, values) in zip(cache.layers, tensors, strict=True):
+        if isinstance(layer, ResidentLayer):
+            layer.state.append(keys, values, padding.to(keys.device))
+            layer.state.settle()
+        else:
+            layer.update(keys, values)
+    return cache
 
 
 def same_weights(model: Any, other: Any) -> bool:

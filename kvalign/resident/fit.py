@@ -18,7 +18,7 @@ from torch import Tensor
 from kvalign.align.basis import matrix_root
 from kvalign.capture import CacheShape, Captured
 from kvalign.geometry import KINDS, Kind
-from kvalign.resident.layout import MAX_WIDTH, SCALE_STEPS, Codebook
+from kvalign.resident.layout import MAX_WIDTH, SCALE_STEPS, Codebook, nearest
 from kvalign.resident.plan import BasisKind
 from kvalign.resident.stored import Books, StoredGroup, StoredResident, StoredSide
 from kvalign.rope import Rope
@@ -257,12 +257,12 @@ def fit_codebook(sample: Tensor, width: int) -> Codebook:
         for reach in reaches
         for bend in (_BENDS if width > 1 else (0.0,))
     ]
-    best = min(tried, key=lambda weights: _squared_error(thinned, columns @ weights))
+    best = min(tried, key=lambda weights: squared_error(thinned, columns @ weights))
     for _ in range(_BOOK_ROUNDS):
         levels = columns @ best
-        nearest = torch.bucketize(sample, (levels[1:] + levels[:-1]) / 2)
-        held = torch.bincount(nearest, minlength=levels.numel()).double()
-        total = torch.zeros_like(levels).index_add_(0, nearest, sample)
+        code = nearest(sample, levels)
+        held = torch.bincount(code, minlength=levels.numel()).double()
+        total = torch.zeros_like(levels).index_add_(0, code, sample)
         used = columns if width > 1 else columns[:, :1]
         normal = used.T @ (held[:, None] * used)
         solved = torch.linalg.solve(normal + 1e-9 * normal.trace() * torch.eye(used.shape[1]), used.T @ total)
@@ -274,9 +274,9 @@ def fit_codebook(sample: Tensor, width: int) -> Codebook:
     return Codebook(width, float(best[0]) / middle, float(best[1] / best[0]) / middle**2)
 
 
-def _squared_error(sample: Tensor, levels: Tensor) -> float:
-    nearest = levels[torch.bucketize(sample, (levels[1:] + levels[:-1]) / 2)]
-    return float((nearest - sample).square().mean())
+def squared_error(sample: Tensor, levels: Tensor) -> float:
+    """Mean, of numbers to the nearest of rising levels."""
+    return float((levels[nearest(sample, levels)] - sample).square().mean())
 
 
 # ---- bits
@@ -300,7 +300,7 @@ def _distortions(space: _Space, books: Books) -> Tensor:
     found = [(z * size).double().square().mean(0)]
     for width in range(1, MAX_WIDTH + 1):
         levels = books[space.kind][width].levels()
-        error = (levels[torch.bucketize(z, (levels[1:] + levels[:-1]) / 2)] - z) * size
+        error = (levels[nearest(z, levels)] - z) * size
         found.append(error.double().square().mean(0))
     return torch.stack(found)
 

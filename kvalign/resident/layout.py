@@ -141,6 +141,11 @@ class Codebook:
         return bool((self.levels().diff() > 0).all())
 
 
+def nearest(numbers: Tensor, levels: Tensor) -> Tensor:
+    """Index of the nearest of rising levels, int64; between two, the upper one."""
+    return torch.bucketize(numbers, (levels[1:] + levels[:-1]) / 2, right=True)
+
+
 def scale_of(code: Tensor) -> Tensor:
     """Scales that log codes stand for, float32. code: uint8."""
     return torch.exp2((code.float() - SCALE_BIAS) / SCALE_STEPS)

@@ -156,8 +156,18 @@ class LayerPlan:
     def values_per_token(self) -> int:
         return self.kv_heads * (self.key_dim + self.value_dim)
 
-    def to(self, device: Any) -> "LayerPlan":
+    def to(self, device: torch.device) -> "LayerPlan":
+        """The same on a device; itself where it is there already, with all that was derived from it."""
+        if self.groups[0].keys.mean.device == device:
+            return self
         return LayerPlan(self.kv_heads, self.key_dim, self.value_dim, tuple(group.to(device) for group in self.groups))
+
+
+def by_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [B, G, ..., X], query heads of a KV head in a row, times its matrix of [H, X, Y]: [B, G, ..., Y]."""
+    grouped = x.unflatten(1, (matrices.shape[0], -1)).transpose(0, 1)  # [H, B, shared, ..., X]
+    found = grouped.flatten(1, -2) @ matrices
+    return found.unflatten(1, grouped.shape[1:-1]).transpose(0, 1).flatten(1, 2)
 
 
 @dataclass(frozen=True, eq=False)

@@ -112,7 +112,7 @@ class LayerState:
         at = self.sink_tokens + self.raw_tokens
         for kind, new in zip(KINDS, (keys, values), strict=True):
             self._raw[kind][:, :, at : at + new.shape[2]] = new
-            self._fill_sinks(self._raw[kind], new, self.slots)
+            self.fill_sinks(self._raw[kind], new, self.slots)
         self.raw_tokens += keys.shape[2]
 
     def settle(self) -> None:
@@ -173,7 +173,7 @@ class LayerState:
     # ---- reading
 
     def raw(self, kind: Kind) -> Tensor:
-        """[B, H, sinks + raw tokens, D] in 16 bit; which of them count is said by raw_visible."""
+        """[B, H, sinks + raw tokens, D] in 16 bit; which of them count is said by raw_slots."""
         return self._raw[kind][:, :, : self.sink_tokens + self.raw_tokens]
 
     def raw_buffer(self, kind: Kind) -> Tensor:
@@ -228,6 +228,16 @@ class LayerState:
         limit = torch.finfo(dtype).max
         return found.clamp(-limit, limit).to(dtype)
 
+    def fill_sinks(self, raw: Tensor, new: Tensor, start: int) -> None:
+        """Copy those of the new tokens, from slot `start` on, that are the first of their rows, into raw."""
+        if start >= self.most_padding + self.sink_tokens:
+            return
+        for row in range(self.rows):
+            first = int(self.padding[row])
+            low, high = max(first, start), min(first + self.sink_tokens, start + new.shape[2])
+            if low < high:
+                raw[row, :, low - first : high - first] = new[row, :, low - start : high - start]
+
     # ---- within
 
     def _begin(self, keys: Tensor, values: Tensor) -> None:
@@ -275,16 +285,6 @@ class LayerState:
     @staticmethod
     def _buffer(like: Tensor, room: int) -> Tensor:
         return like.new_zeros(like.shape[0], like.shape[1], room, like.shape[3])
-
-    def _fill_sinks(self, raw: Tensor, new: Tensor, start: int) -> None:
-        """Copy those of the new tokens, from slot `start` on, that are the first of their rows."""
-        if start >= self.most_padding + self.sink_tokens:
-            return
-        for row in range(self.rows):
-            first = int(self.padding[row])
-            low, high = max(first, start), min(first + self.sink_tokens, start + new.shape[2])
-            if low < high:
-                raw[row, :, low - first : high - first] = new[row, :, low - start : high - start]
 
     def _check(self, keys: Tensor, values: Tensor, padding: Tensor) -> None:
         plan = self.plan

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvalign.accounting import (
     ResidentSizes,
-    merged_resident,
+    merged,
     projected_resident_ratio,
     resident_cache_ratio,
     resident_coded_ratio,
@@ -114,6 +114,6 @@ def test_resident_rates_count_what_they_say() -> None:
     assert sizes.total == 1800
     assert resident_coded_ratio(100, sizes) == pytest.approx(2 * 100 * 10 / 500)
     assert resident_cache_ratio(100, sizes) == pytest.approx(2 * 100 * 16 / 800)
-    assert merged_resident([sizes, sizes]) == ResidentSizes(1000, 600, 2000, 20, 32)
+    assert merged([sizes, sizes]) == ResidentSizes(1000, 600, 2000, 20, 32)
     assert projected_resident_ratio(100, 4.0, 1_000_000, 100) == pytest.approx(4, rel=1e-3)
     assert projected_resident_ratio(100, 4.0, 100, 200) == 1

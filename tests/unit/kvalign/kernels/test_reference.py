@@ -11,7 +11,7 @@ from torch import Tensor
 from kvalign.kernels import reference
 from kvalign.kernels.reference import TRIED_SCALES
 from kvalign.resident.layout import PAGE_TOKENS
-from kvalign.resident.plan import SidePlan
+from kvalign.resident.plan import GroupPlan, SidePlan, by_head
 
 WIDTHS = [(8,), (1,), (8, 7, 6, 5, 4, 3, 2, 1), (4, 4, 3, 3, 2, 1), (6, 2, 2)]
 
@@ -252,7 +252,10 @@ def test_absorbed_queries_score_coefficients_as_queries_score_keys(heads: int) -
     z = torch.randn(4, 10, generator=generator)
     keys = (z.T @ side.synthesis).view(1, 10, heads, dim).transpose(1, 2)
     queries = torch.randn(1, 2 * heads, 3, dim, generator=generator)
-    found = reference.absorbed(side, queries, heads)
+    absorbed = by_head(queries, GroupPlan(0, heads, side, side).absorbing)
+    found, own_mean = absorbed[..., :-1], absorbed[..., -1:]
     assert found.shape == (1, 2 * heads, 3, 4)
+    mean = side.mean.view(1, heads, 1, dim).repeat_interleave(2, dim=1)
+    torch.testing.assert_close(own_mean, queries @ mean.mT)
     wanted = queries @ keys.repeat_interleave(2, dim=1).mT
     torch.testing.assert_close(found @ z, wanted, rtol=1e-4, atol=1e-4)
