@@ -137,7 +137,7 @@ def _fused_on_cpu(
 ) -> Tensor:
     own = (queries[:, :, 0].float() * scaling).numpy()
     seen, hidden = _visible(state, mask)
-    barred = torch.zeros(state.rows, 0, dtype=torch.bool) if hidden is None else hidden
+    barred = np.zeros((state.rows, 0), dtype=np.uint8) if hidden is None else hidden.numpy().view(np.uint8)
     shared = queries.shape[1] // state.plan.kv_heads
     out = []
     for index, group in enumerate(state.plan.groups):
@@ -150,7 +150,7 @@ def _fused_on_cpu(
                 state.gathered(index),
                 own[:, heads],
                 state.first_coded_array,
-                barred.numpy().view(np.uint8),
+                barred,
                 raw_keys,
                 raw_values,
                 seen.numpy().view(np.uint8),
@@ -211,10 +211,10 @@ def _unmasked(state: LayerState) -> Tensor:
     if state.most_padding:
         return state.raw_slots() >= 0
     sinks = state.sink_tokens
-    seen = torch.ones(state.rows, sinks + state.raw_tokens, dtype=torch.bool, device=state.padding.device)
+    seen = np.ones((state.rows, sinks + state.raw_tokens), dtype=np.bool_)
     seen[:, state.slots : sinks] = False
     seen[:, sinks : max(sinks, 2 * sinks - state.coded_tokens)] = False
-    return seen
+    return torch.from_numpy(seen).to(state.padding.device)
 
 
 # ---- several queries a row
