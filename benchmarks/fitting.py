@@ -14,7 +14,6 @@ from kvalign import calibrate, fit
 from kvalign.align.basis import fit_basis, head_weights
 from kvalign.artifact import Artifact, BaseModel, StoredGroup
 from kvalign.capture import CacheShape, Captured, capture, load_model, load_tokenizer, measure_shape
-from kvalign.config import Metric
 from kvalign.convert import TOKEN_BETA
 from kvalign.recompute import default_count
 from kvalign.resident.cache import coded_layers
@@ -69,42 +68,34 @@ class Calibration:
     """What all methods are fitted on.
 
     statistics  sums over seven eighths of the sequences
-    plain       the same over every layer, predicted by nothing: what KVTC is fitted on
     kept_aside  what the rest leaves
     """
 
     statistics: Statistics
-    plain: Statistics | None
     kept_aside: list[Captured]
     tokens: int
 
 
-def calibrated(
-    subject: Subject, documents: Sequence[Document], *, tokens: int, seed: int, with_plain: bool = False
-) -> Calibration:
-    """The passes of a conversion over as much text as there is, up to `tokens`; with_plain: once more for KVTC."""
+def calibrated(subject: Subject, documents: Sequence[Document], *, tokens: int, seed: int) -> Calibration:
+    """The passes of a conversion over as much text as there is, up to `tokens`."""
     length = min(_SEQUENCE_TOKENS, subject.position_limit)
     sequences = calibration_sequences(subject, documents, tokens=tokens, length=length, seed=seed)
     aside = sequences[-max(1, len(sequences) // _KEPT_ASIDE) :]
     basis = sequences[: len(sequences) - len(aside)] or sequences
 
-    def sums(shape: CacheShape, metric: Metric) -> Statistics:
-        with tempfile.TemporaryDirectory() as folder:
-            return calibrate.calibrate(
-                subject.model,
-                shape,
-                basis,
-                seed=seed,
-                sink_tokens=SINK_TOKENS,
-                token_beta=TOKEN_BETA,
-                metric=metric,
-                checkpoint=Path(folder) / "statistics.safetensors",
-                on_progress=lambda done, total: say(f"calibrate: {done} of {total} sequences"),
-            )
-
+    with tempfile.TemporaryDirectory() as folder:
+        statistics = calibrate.calibrate(
+            subject.model,
+            subject.shape,
+            basis,
+            seed=seed,
+            sink_tokens=SINK_TOKENS,
+            token_beta=TOKEN_BETA,
+            checkpoint=Path(folder) / "statistics.safetensors",
+            on_progress=lambda done, total: say(f"calibrate: {done} of {total} sequences"),
+        )
     return Calibration(
-        sums(subject.shape, "gradient"),
-        sums(replace(subject.shape, recomputed=0), "none") if with_plain else None,
+        statistics,
         list(capture(subject.model, subject.shape, iter(aside))),
         sum(sequence.numel() for sequence in sequences),
     )

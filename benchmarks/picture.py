@@ -2,7 +2,7 @@
 
     python -m benchmarks.picture RESULT... --svg OUT
 
-Needs the extra `picture`. Prints a Markdown table; measures nothing.
+Prints a Markdown table; measures nothing.
 """
 
 import json

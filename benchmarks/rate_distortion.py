@@ -37,7 +37,7 @@ from kvalign.codec import Codec
 from kvalign.convert import TOKEN_BETA
 from kvalign.evaluate.baselines import Baseline, Fp8, Kivi, fit_kvtc
 from kvalign.evaluate.protocol import FLOOR_LIMIT, CacheCoder, PreparedWindow, try_coder
-from kvalign.text import Document, Window, fingerprint, read_documents
+from kvalign.text import Document, Window, fingerprint, read_documents, refuse_overlap
 
 # Coded-token ratios aimed at; what is reported is what the bytes give.
 OUR_RATIOS = (4.0, 10.0, 24.0, 45.0, 80.0, 140.0, 250.0, 450.0, 800.0)
@@ -55,12 +55,10 @@ def main() -> None:
         _documents(arguments.calibration_text),
         _documents(arguments.eval_text),
     )
-    _refuse_overlap(calibration_documents, evaluation_documents)
+    refuse_overlap(calibration_documents, evaluation_documents)
     subject = Subject.load(arguments.model)
     windows, drawn = _windows(subject, evaluation_documents, arguments.windows, arguments.seed)
-    calibration = calibrated(
-        subject, calibration_documents, tokens=arguments.calibration_tokens, seed=arguments.seed, with_plain=True
-    )
+    calibration = calibrated(subject, calibration_documents, tokens=arguments.calibration_tokens, seed=arguments.seed)
     contenders = all_contenders(subject, calibration, arguments.token_beta)
     scored: list[Scored] = []
     floors: list[float] = []
@@ -145,12 +143,6 @@ def _documents(files: Sequence[Path]) -> list[Document]:
     return [document for file in files for document in read_documents(file)]
 
 
-def _refuse_overlap(calibration: Sequence[Document], evaluation: Sequence[Document]) -> None:
-    seen = {document.sha256 for document in calibration}
-    if any(document.sha256 in seen for document in evaluation):
-        raise SystemExit("a document is in the calibration text and in the evaluation text")
-
-
 def all_contenders(subject: Subject, calibration: Calibration, token_beta: float) -> list[Contender]:
     """Our codec at every ratio from one artifact, and every baseline at its settings."""
     shape = subject.shape
@@ -161,9 +153,8 @@ def all_contenders(subject: Subject, calibration: Calibration, token_beta: float
         step = fit.expected_step(list(codec.transforms), shape.geometry, ratio)
         contenders.append(Contender("kvalign", f"step {step}", round_trip(codec, step), size))
     say("fit: KVTC")
-    assert calibration.plain is not None
     kvtc = fit_kvtc(
-        calibration.plain,
+        calibration.statistics.whole(),
         replace(shape, recomputed=0),
         calibration.kept_aside,
         sink_tokens=SINK_TOKENS,

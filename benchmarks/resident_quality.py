@@ -7,7 +7,6 @@ its cache as it went from form to form. Without --eval-text the validation text 
 """
 
 import argparse
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from kvalign.capture import layer_tensors, run
 from kvalign.codec import Codec
 from kvalign.convert import TOKEN_BETA
 from kvalign.evaluate.metrics import divergence, summarise
-from kvalign.evaluate.protocol import PreparedWindow, prepare
+from kvalign.evaluate.protocol import Coder, PreparedWindow, prepare
 from kvalign.evaluate.resident import measure_resident
 from kvalign.resident.cache import fill
 from kvalign.resident.interface import fused_attention
@@ -130,14 +129,21 @@ def transcoding(
     def stored(window: PreparedWindow, cache: Any, step: int) -> bytes:
         return codec.encode(cache, input_ids=window.window.prefix[None], step=step, watched=window.watched)
 
-    ways: dict[tuple[str, ...], Callable[[PreparedWindow], Cache]] = {("uncompressed", "resident"): resident}
+    def dense_again(step: int) -> Coder:
+        return lambda window: codec.decode_dense(stored(window, window.cache, step))
+
+    def resident_again(step: int) -> Coder:
+        return lambda window: codec.decode(stored(window, window.cache, step))
+
+    def resident_twice(step: int) -> Coder:
+        return lambda window: codec.decode(stored(window, resident(window), step))
+
+    ways: dict[tuple[str, ...], Coder] = {("uncompressed", "resident"): resident}
     for ratio, step in steps.items():
         rest = f"at rest, {ratio:g}x"
-        ways["uncompressed", rest, "uncompressed"] = lambda w, step=step: codec.decode_dense(stored(w, w.cache, step))
-        ways["uncompressed", rest, "resident"] = lambda w, step=step: codec.decode(stored(w, w.cache, step))
-        ways["uncompressed", "resident", rest, "resident"] = lambda w, step=step: codec.decode(
-            stored(w, resident(w), step)
-        )
+        ways["uncompressed", rest, "uncompressed"] = dense_again(step)
+        ways["uncompressed", rest, "resident"] = resident_again(step)
+        ways["uncompressed", "resident", rest, "resident"] = resident_twice(step)
     rows = []
     for way, cache_of in ways.items():
         scores = []

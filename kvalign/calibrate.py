@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvalign.capture import CacheShape, CapturedGradients, capture, capture_with_gradients, capture_with_queries
 from kvalign.config import Metric
-from kvalign.geometry import KINDS, Geometry
+from kvalign.geometry import KINDS
 from kvalign.statistics import FeatureGroup, Statistics, feature_groups
 from kvalign.token_steps import shifts_by_attention, step_sizes
 from kvalign.windows import prefix_tokens
@@ -40,7 +40,7 @@ def calibrate(
     layer_group_size  layers that share a basis; None: as many as a dense basis can hold
     token_beta   as the codec's: a token counts in the sensitivity by the square of the step it will have
     """
-    statistics = Statistics(*calibrated_groups(shape, layer_group_size))
+    statistics = Statistics(stored_groups(shape, layer_group_size), shape.geometry)
     if checkpoint.exists():
         statistics = load_statistics(checkpoint, shape, layer_group_size)
     on_progress(statistics.sequences, len(sequences))
@@ -65,22 +65,14 @@ def calibrate(
     return statistics
 
 
-def calibrated_groups(
-    shape: CacheShape, layer_group_size: int | None
-) -> tuple[list[FeatureGroup], Geometry, list[FeatureGroup]]:
-    """Groups of the layers that are stored at rest, the geometry, and groups of the layers recomputed there."""
-    first = Geometry(shape.geometry.layers[: shape.recomputed])
-    return (
-        feature_groups(shape.geometry, layer_group_size, first=shape.recomputed),
-        shape.geometry,
-        feature_groups(first, layer_group_size),
-    )
+def stored_groups(shape: CacheShape, layer_group_size: int | None) -> list[FeatureGroup]:
+    """Groups of the layers that are stored at rest."""
+    return feature_groups(shape.geometry, layer_group_size, first=shape.recomputed)
 
 
 def load_statistics(path: Path, shape: CacheShape, layer_group_size: int | None) -> Statistics:
     """What calibrate left, finished or not."""
-    groups, geometry, apart = calibrated_groups(shape, layer_group_size)
-    return Statistics.load(path, groups, geometry, apart)
+    return Statistics.load(path, stored_groups(shape, layer_group_size), shape.geometry)
 
 
 def _weights(gradients: CapturedGradients, sink_tokens: int, token_beta: float) -> Tensor:

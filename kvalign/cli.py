@@ -11,6 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -149,9 +150,32 @@ def verify(repo_or_folder: str, base: str | None, text: Path | None, revision: s
         sys.exit(EXIT_FAILED)
 
 
-def _short(value: Any) -> str:
+@main.command()
+@click.argument("repos_or_folders", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
+def compare(repos_or_folders: tuple[str, ...], as_json: bool) -> None:
+    """Show the reports of several converted models side by side; give two at least."""
+    from kvalign.load import fetch
+    from kvalign.report.compare import compare as side_by_side
+    from kvalign.verify import read_report
+
+    if len(set(repos_or_folders)) < 2:
+        raise click.UsageError("name two different converted models at least.")
+    found = side_by_side({name: read_report(fetch(name, weights=False)) for name in repos_or_folders})
+    if as_json:
+        click.echo(json.dumps({"models": found.names, "rows": dict(found.rows), "warnings": found.warnings}))
+        return
+    table = Table("", *(escape(name) for name in found.names))
+    for name, values in found.rows:
+        table.add_row(name, *(escape(_short(value, none="not measured")) for value in values))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    for warning in found.warnings:
+        click.echo(f"Note: {warning}")
+
+
+def _short(value: Any, none: str = "exact") -> str:
     if value is None:
-        return "exact"
+        return none
     if isinstance(value, float):
         return f"{value:.5g}"
     return str(value)[:60]

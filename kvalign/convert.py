@@ -1,18 +1,20 @@
 """convert(source_dir, out_dir, config): a model folder in, a codec folder with its report out. No queue, no Hub.
 
     calibrate   stream keys, values, what predicts them, and gradients of calibration text into sums
-    align       weighted principal basis over all layers and heads, and how alike the heads are
+    align       weighted principal basis over all layers and heads
     fit         component scales and symbol tables, and the resident form, on calibration text kept aside
     validate    search the step on held-out text, cut the codec to what it needs, measure it by protocol R, and the
-                resident form by protocol C through fused attention
-    report      judge the gate; write report.json, the card and the artifact
+                resident form by protocol C through fused attention; recall, and greedy text, of both
+    report      look into the heads, measure other codecs and speed; judge the gate; write report.json, the figures,
+                the card and the artifact
 
 Each stage leaves its output in work_dir under a hash of its inputs: calling convert again goes on after the last
 finished one, and calibration after its last checkpoint.
 """
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib import metadata
@@ -23,20 +25,25 @@ from torch import Tensor
 
 from kvalign import calibrate, fit
 from kvalign.align.basis import Basis, fit_basis, head_weights, load_bases, save_bases
-from kvalign.align.procrustes import HeadAlignment, head_alignment
 from kvalign.artifact import Artifact, BaseModel, StoredGroup, load_artifact
 from kvalign.capture import CacheShape, capture, load_model, load_tokenizer, measure_shape
 from kvalign.codec import Codec
 from kvalign.config import ConversionConfig
-from kvalign.errors import ConfigInvalid, DatasetInvalid, QualityGate
-from kvalign.evaluate.protocol import PreparedWindow, prepare
+from kvalign.errors import ConfigInvalid, QualityGate
+from kvalign.evaluate.coders import coders_of
+from kvalign.evaluate.greedy import measure_greedy
+from kvalign.evaluate.protocol import Coder, PreparedWindow, prepare
+from kvalign.evaluate.recall import RecallResult, measure_recall
 from kvalign.evaluate.resident import ResidentResult, measure_resident
 from kvalign.evaluate.search import Measurement, Target, measure, search_step
 from kvalign.evaluate.validation import Validation
-from kvalign.geometry import Kind
 from kvalign.recompute import default_count, works
 from kvalign.report import card
-from kvalign.report.build import build_report
+from kvalign.report.build import build_report, to_json
+from kvalign.report.draw import FOLDER as FIGURES
+from kvalign.report.draw import draw
+from kvalign.report.figures import Drawn
+from kvalign.report.findings import PARTS, Findings, examine
 from kvalign.resident.cache import coded_layers
 from kvalign.resident.fit import fit_resident
 from kvalign.source import check_source
@@ -49,6 +56,7 @@ from kvalign.text import (
     evaluation_windows,
     fingerprint,
     read_documents,
+    refuse_overlap,
     token_sequences,
 )
 from kvalign.token_steps import FINEST_SHIFT, SIXTEENTHS_A_SHIFT
@@ -58,8 +66,8 @@ from kvalign.windows import WINDOW_TOKENS, check_room, prefix_tokens
 STAGES = ("calibrate", "align", "fit", "validate", "report")
 
 _STATISTICS_NAME = "statistics.safetensors"
+_DRAWN_NAME = "drawn.json"
 _BASES_NAME = "bases.safetensors"
-_HEADS_NAME = "heads.json"
 _MAX_LISTED_DOCUMENTS = 1000
 _KEPT_ASIDE = 8  # one calibration sequence in eight is left to fit
 _ROUGH_WINDOWS = 4
@@ -112,11 +120,11 @@ def convert(
     conversion = _Conversion(source_dir, config, calibration_path, validation_path)
     base = BaseModel.of(source_dir, repo=config.source.repo, commit=source_commit)
     stages = Stages(work_dir, on_progress, conversion.root_inputs(base))
-    finished, report = conversion.run(stages, base)
+    finished, report = conversion.run(stages, base, out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     if config.target.layout == "full":
         write_weight_index(source_dir, out_dir)
-    (out_dir / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (out_dir / "report.json").write_text(to_json(report), encoding="utf-8")
     (out_dir / "README.md").write_text(card.render(report), encoding="utf-8")
     if not report["gate"]["passed"]:
         raise QualityGate(
@@ -125,19 +133,6 @@ def convert(
         )
     finished.save(out_dir)
     return ConversionResult(out_dir, report, dict(stages.seconds))
-
-
-@dataclass(frozen=True)
-class Aligned:
-    """Output of the align stage: a basis for each feature group, and how alike the heads are."""
-
-    bases: list[Basis]
-    heads: dict[Kind, HeadAlignment]
-
-    @classmethod
-    def load(cls, folder: Path) -> "Aligned":
-        heads = json.loads((folder / _HEADS_NAME).read_text())
-        return cls(load_bases(folder / _BASES_NAME), {kind: HeadAlignment(**item) for kind, item in heads.items()})
 
 
 @dataclass(frozen=True)
@@ -152,6 +147,20 @@ class Validated:
         return cls(Validation.load(folder), load_artifact(folder))
 
 
+@dataclass(frozen=True)
+class Examined:
+    """Output of the report stage: what was found beyond the gate, and the folder of pictures of it all."""
+
+    findings: Findings
+    drawn: list[Drawn]
+    figures: Path
+
+    @classmethod
+    def load(cls, folder: Path) -> "Examined":
+        drawn = [Drawn(**item) for item in json.loads((folder / _DRAWN_NAME).read_text())]
+        return cls(Findings.load(folder), drawn, folder / FIGURES)
+
+
 class _Conversion:
     """The stages of one conversion. The model and the texts are read when the first stage needs them."""
 
@@ -162,6 +171,7 @@ class _Conversion:
         self._config = config
         self._calibration_path = calibration_path
         self._validation_path = validation_path
+        self._windows_prepared: list[PreparedWindow] = []
 
     def root_inputs(self, base: BaseModel) -> dict[str, Any]:
         """What every stage depends on."""
@@ -174,23 +184,40 @@ class _Conversion:
             "layer_group_size": self._config.codec.layer_group_size,
         }
 
-    def run(self, stages: Stages, base: BaseModel) -> tuple[Artifact, dict[str, Any]]:
+    def run(self, stages: Stages, base: BaseModel, out_dir: Path) -> tuple[Artifact, dict[str, Any]]:
         codec_inputs = self._config.codec.model_dump(mode="json")
         validation_inputs = [self._config.validation.model_dump(mode="json"), fingerprint(self._held_out_documents)]
         statistics = stages.run(
             "calibrate", None, lambda folder: self._calibrate(stages, folder), self._load_statistics
         )
-        aligned = stages.run("align", None, lambda folder: _align(statistics(), folder), Aligned.load)
+        aligned = stages.run(
+            "align",
+            None,
+            lambda folder: _align(statistics(), folder),
+            lambda folder: load_bases(folder / _BASES_NAME),
+        )
         fitted = stages.run(
             "fit", codec_inputs, lambda folder: self._fit(statistics(), aligned(), base, folder), load_artifact
         )
         validation = stages.run(
             "validate", validation_inputs, lambda folder: self._validate(fitted(), stages, folder), Validated.load
         )
+        examined = stages.run(
+            "report", None, lambda folder: self._examine(statistics(), validation(), stages, folder), Examined.load
+        )
+        shutil.copytree(examined().figures, out_dir / FIGURES, dirs_exist_ok=True)
         finished = validation().artifact
-        with stages.timed("report"):
-            report = self._report(finished, validation().found, aligned().heads)
-        return finished, {**report, "stage_seconds": dict(stages.seconds)}
+        report = build_report(
+            self._config,
+            finished,
+            validation().found,
+            examined().findings,
+            examined().drawn,
+            source_dir=self._source_dir,
+            held_out=self._held_out_documents,
+            stage_seconds=dict(stages.seconds),
+        )
+        return finished, report
 
     # ---- stages
 
@@ -214,16 +241,16 @@ class _Conversion:
     def _load_statistics(self, folder: Path) -> Statistics:
         return calibrate.load_statistics(folder / _STATISTICS_NAME, self._shape, self._config.codec.layer_group_size)
 
-    def _fit(self, statistics: Statistics, aligned: Aligned, base: BaseModel, folder: Path) -> None:
+    def _fit(self, statistics: Statistics, bases: list[Basis], base: BaseModel, folder: Path) -> None:
         """A codec of full rank, which validate cuts down to what the step it finds needs; and the resident form."""
         check_room(self._config, self._position_limit)
         sink_tokens = self._config.codec.sink_tokens
         kept_aside = list(capture(self._model, self._shape, iter(self._kept_aside_sequences)))
-        transforms, orders = fit.full_transforms(aligned.bases, kept_aside, sink_tokens)
+        transforms, orders = fit.full_transforms(bases, kept_aside, sink_tokens)
         start = fit.expected_step(transforms, self._shape.geometry, self._config.codec.ratio or _START_RATIO)
         groups = [
             StoredGroup.of(basis, transform.scales, order, fit.feature_deviation(kept_aside, sink_tokens))
-            for basis, transform, order in zip(aligned.bases, transforms, orders, strict=True)
+            for basis, transform, order in zip(bases, transforms, orders, strict=True)
         ]
         Artifact(
             base=base,
@@ -248,10 +275,7 @@ class _Conversion:
 
     def _validate(self, fitted: Artifact, stages: Stages, folder: Path) -> None:
         """Search roughly at full rank, cut the rank to the step found, and search and measure what will be stored."""
-        prepared = []
-        for window in prepare(self._model, self._windows):
-            prepared.append(window)
-            stages.tell("validate", len(prepared), len(self._windows), "windows prepared")
+        prepared = self._prepared(stages, "validate")
         spread = prepared[:: max(1, len(prepared) // _ROUGH_WINDOWS)]
         rough = self._search(fitted.codec(self._model), spread, fitted.recommended_step, stages, tolerance=0.25)[0].step
         stored = fitted.cut(rough - _FINER)
@@ -262,15 +286,51 @@ class _Conversion:
             step = measured[0].step + offset
             if step not in steps:
                 measured.append(self._measure(codec, prepared, step, stages))
+        chosen = replace(stored, recommended_step=measured[0].step).codec(self._model)
+        coders = coders_of(self._model, chosen)
         validation = Validation.of(
             measured,
             self._measure_resident(stored, stages),
+            recall=self._measure_recall(coders, stages),
+            greedy=measure_greedy(self._model, prepared, coders),
             floor_kl=max(window.floor_kl for window in prepared),
             prefix_tokens=self._windows[0].prefix.numel(),
             continuation_tokens=self._windows[0].continuation.numel(),
         )
         validation.save(folder)
         stored.with_curve(validation.curve, validation.step).save(folder)
+
+    def _examine(self, statistics: Statistics, validated: Validated, stages: Stages, folder: Path) -> None:
+        """Heads, other codecs and speed, on the windows that the gate is judged on; pictures of it all."""
+        findings = examine(
+            self._model,
+            validated.artifact,
+            statistics,
+            prepared=self._prepared(stages, "report"),
+            kept_aside=self._kept_aside_sequences,
+            ratio=validated.found.overall.ratio,
+            on_progress=lambda part: stages.tell("report", PARTS.index(part), len(PARTS), part),
+        )
+        findings.save(folder)
+        drawn = draw(folder / FIGURES, validated.artifact, validated.found, findings)
+        (folder / _DRAWN_NAME).write_text(json.dumps([asdict(figure) for figure in drawn]))
+
+    def _prepared(self, stages: Stages, stage: str) -> list[PreparedWindow]:
+        """The windows with what the uncompressed model makes of them; made once."""
+        if not self._windows_prepared:
+            for window in prepare(self._model, self._windows):
+                self._windows_prepared.append(window)
+                stages.tell(stage, len(self._windows_prepared), len(self._windows), "windows prepared")
+        return self._windows_prepared
+
+    def _measure_recall(self, coders: Mapping[str, Coder], stages: Stages) -> list[RecallResult]:
+        return measure_recall(
+            self._model,
+            self._tokenizer,
+            self._held_out_documents,
+            coders,
+            on_item=lambda: stages.tell("validate", len(self._windows), len(self._windows), "recall"),
+        )
 
     def _measure_resident(self, stored: Artifact, stages: Stages) -> ResidentResult:
         assert stored.resident_plan is not None
@@ -313,16 +373,6 @@ class _Conversion:
 
         return measure(self._model, codec, prepared, step, on_window)
 
-    def _report(self, finished: Artifact, validation: Validation, heads: dict[Kind, HeadAlignment]) -> dict[str, Any]:
-        return build_report(
-            self._config,
-            finished,
-            validation,
-            heads,
-            source_dir=self._source_dir,
-            held_out=self._held_out_documents,
-        )
-
     # ---- what the stages work on
 
     @cached_property
@@ -359,12 +409,7 @@ class _Conversion:
     def _held_out_documents(self) -> list[Document]:
         """Validation documents; raises DatasetInvalid when one of them was calibrated on."""
         documents = read_documents(self._validation_path) if self._validation_path else builtin_documents("validation")
-        calibrated = {document.sha256 for document in self._calibration_documents}
-        if any(document.sha256 in calibrated for document in documents):
-            raise DatasetInvalid(
-                "A document is in the calibration text and in the validation text.",
-                "Validate on text that was not calibrated on.",
-            )
+        refuse_overlap(self._calibration_documents, documents)
         return documents
 
     @cached_property
@@ -426,5 +471,3 @@ class _Conversion:
 def _align(statistics: Statistics, folder: Path) -> None:
     weights = head_weights(statistics)
     save_bases([fit_basis(statistics, group, weights[group.name]) for group in statistics.groups], folder / _BASES_NAME)
-    heads = {kind: asdict(found) for kind, found in head_alignment(statistics).items()}
-    (folder / _HEADS_NAME).write_text(json.dumps(heads))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvalign.align.basis import Basis
 from kvalign.capture import Captured
-from kvalign.entropy.classes import LOWEST, TOTAL, Tables, fitted_tables, laplace_tables, scale_number
+from kvalign.entropy.classes import Tables, component_bits, fitted_tables, laplace_tables, scale_number
 from kvalign.entropy.rans import count_symbols
 from kvalign.geometry import Geometry
 from kvalign.quantize import quantize, step_size
@@ -43,14 +43,13 @@ def full_transforms(
 
 def expected_step(transforms: list[Transform], geometry: Geometry, ratio: float) -> int:
     """Step at which the tables' entropies promise a coded-token ratio; to start a search from."""
-    shares = laplace_tables().frequencies / TOTAL
-    entropies = -(shares * np.log2(np.where(shares > 0, shares, 1))).sum(axis=1)
+    tables = laplace_tables()
     budget = 16.0 * geometry.values_per_token / ratio
     scales = np.concatenate([transform.scales for transform in transforms])
     low, high = int(scales.min()) - 64, int(scales.max()) + 64
     while low < high:
         middle = (low + high) // 2
-        if _bits(scales, middle, entropies) > budget:
+        if component_bits(tables, scales, middle).sum() > budget:
             low = middle + 1
         else:
             high = middle
@@ -85,11 +84,3 @@ def _coefficients(captured: Captured, transform: Transform, sink_tokens: int) ->
     group = transform.group
     x = captured.of(group.kind)[sink_tokens:, group.start : group.stop]
     return transform.coefficients(x, captured.features[sink_tokens:], transform.analysis.shape[1])
-
-
-def _bits(scales: NDArray[np.int16], step: int, entropies: NDArray[np.float64]) -> float:
-    """Bits of one token: each coded component at the entropy of its class, an octave above the last at one bit more."""
-    classes = (scales.astype(np.int64) - step + 2) >> 2
-    coded = classes[classes >= LOWEST] - LOWEST
-    top = len(entropies) - 1
-    return float(entropies[np.minimum(coded, top)].sum() + np.maximum(coded - top, 0).sum() / 4)

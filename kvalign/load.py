@@ -20,7 +20,7 @@ from kvalign.codec import Codec
 from kvalign.errors import HubUnavailable, SourceForbidden, SourceGated, SourceNotFound
 from kvalign.resident.interface import register
 
-_ARTIFACT_FILES = [CONFIG_NAME, "report.json", "README.md"]
+_REPORT_FILES = ["report.json", "README.md", "figures/*"]
 # Data only: no pickles, and no Python.
 _MODEL_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*"]
 
@@ -67,7 +67,7 @@ def fetch(
     """The local folder itself, or the repo's files in the Hub client's cache; without weights, small files only."""
     if Path(repo_or_folder).expanduser().is_dir():
         return Path(repo_or_folder).expanduser()
-    patterns = _MODEL_FILES if weights else _ARTIFACT_FILES
+    patterns = [*_MODEL_FILES, *_REPORT_FILES] if weights else [CONFIG_NAME, *_REPORT_FILES]
     try:
         return Path(
             snapshot_download(

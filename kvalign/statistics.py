@@ -3,8 +3,8 @@
 Knows features and gradients as matrices; nothing of models, files of text, or what the sums are for.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -107,8 +107,7 @@ class Statistics:
     """All sums of one calibration.
 
     features     moments of what predicts the groups, [F]; F may be 0
-    moments      one for each feature group, by name
-    apart        groups of layers that no features predict: moments alone
+    moments      one for each of `summed`, by name
     cross        for each group, [F, P]: sum of (f - shift)(x - shift)^T, each about the shift of its moments
     sensitivity  per kind and layer, [H, D, D]: weighted sum of g g^T, g the gradient of the loss towards one head's
                  entry
@@ -116,7 +115,6 @@ class Statistics:
 
     groups: list[FeatureGroup]
     geometry: Geometry
-    apart: list[FeatureGroup] = field(default_factory=list)
     features: Moments | None = None
     moments: dict[str, Moments] = field(default_factory=dict)
     cross: dict[str, Tensor] = field(default_factory=dict)
@@ -124,32 +122,53 @@ class Statistics:
     gradient_weight: float = 0.0
     sequences: int = 0
 
+    @cached_property
+    def summed(self) -> list[FeatureGroup]:
+        """The groups, the first of each kind with all layers below it, which are in no group."""
+        return [
+            replace(group, first_layer=0, start=0)
+            if all(other.kind != group.kind for other in self.groups[:index])
+            else group
+            for index, group in enumerate(self.groups)
+        ]
+
+    def moments_of(self, group: FeatureGroup) -> Moments:
+        """Of some layers within one of `summed`: views of its sums."""
+        whole = next(
+            whole
+            for whole in self.summed
+            if whole.kind == group.kind and whole.start <= group.start and group.stop <= whole.stop
+        )
+        own = slice(group.start - whole.start, group.stop - whole.start)
+        moments = self.moments[whole.name]
+        return Moments(moments.count, moments.shift[own], moments.total[own], moments.scatter[own, own])
+
+    def whole(self) -> "Statistics":
+        """The same sums with every layer in a group, predicted by nothing: what codecs that store all layers fit on."""
+        found = Statistics(self.summed, self.geometry, Moments.about(torch.zeros(0)), self.moments)
+        found.cross = {group.name: torch.zeros(0, group.width) for group in self.summed}
+        return found
+
     def update(self, columns: dict[Kind, Tensor], features: Tensor) -> None:
         """Add one sequence; columns [T, P] over all layers for each kind, features [T, F]. 2 T (P + F) P flops."""
         if self.features is None:
             self.features = Moments.about(features.mean(0))
         self.features.update(features)
-        for group in [*self.groups, *self.apart]:
+        for group in self.summed:
             x = columns[group.kind][:, group.start : group.stop]
             moments = self.moments.setdefault(group.name, Moments.about(x.mean(0)))
             moments.update(x)
         for group in self.groups:
             x = columns[group.kind][:, group.start : group.stop]
             cross = self.cross.setdefault(group.name, torch.zeros(features.shape[1], group.width))
-            cross.addmm_((features - self.features.shift).T, x - self.moments[group.name].shift)
+            cross.addmm_((features - self.features.shift).T, x - self.moments_of(group).shift)
         self.sequences += 1
 
     def layer_moments(self, kind: Kind, layer: int) -> tuple[Tensor, Tensor]:
         """Mean [P] and covariance [P, P] of one layer alone."""
-        group = next(
-            group
-            for group in [*self.groups, *self.apart]
-            if group.kind == kind and group.first_layer <= layer < group.end_layer
-        )
         offsets = self.geometry.offsets(kind)
-        own = slice(offsets[layer] - group.start, offsets[layer + 1] - group.start)
-        moments = self.moments[group.name]
-        return moments.mean()[own], moments.covariance()[own, own]
+        own = self.moments_of(FeatureGroup(kind, layer, layer + 1, offsets[layer], offsets[layer + 1]))
+        return own.mean(), own.covariance()
 
     def update_sensitivity(self, gradients: dict[Kind, Tensor], weights: Tensor) -> None:
         """Add one sequence's gradients, [T, P] for each kind, each token with its weight, [T]."""
@@ -174,7 +193,7 @@ class Statistics:
     def cross_covariance(self, group: FeatureGroup) -> Tensor:
         """Of features and a group, [F, P]: about the means, divided by the count."""
         assert self.features is not None
-        moments = self.moments[group.name]
+        moments = self.moments_of(group)
         return self.cross[group.name] / moments.count - torch.outer(
             self.features.total / moments.count, moments.total / moments.count
         )
@@ -187,13 +206,14 @@ class Statistics:
             self.features = Moments.about(other.features.shift)
         feature_move = other.features.shift - self.features.shift
         for name, theirs in other.moments.items():
-            if name not in self.moments:
-                self.moments[name] = Moments.about(theirs.shift)
-            if name in other.cross:
-                move = theirs.shift - self.moments[name].shift
-                cross = self.cross.setdefault(name, torch.zeros_like(other.cross[name]))
-                cross += other.cross[name] + torch.outer(other.features.total, move)
-                cross += torch.outer(feature_move, theirs.total + theirs.count * move)
+            self.moments.setdefault(name, Moments.about(theirs.shift))
+        for group in self.groups:
+            ours, theirs = self.moments_of(group), other.moments_of(group)
+            move = theirs.shift - ours.shift
+            cross = self.cross.setdefault(group.name, torch.zeros_like(other.cross[group.name]))
+            cross += other.cross[group.name] + torch.outer(other.features.total, move)
+            cross += torch.outer(feature_move, theirs.total + theirs.count * move)
+        for name, theirs in other.moments.items():
             self.moments[name].merge(theirs)
         self.features.merge(other.features)
         for name, outer in other.sensitivity.items():
@@ -218,9 +238,7 @@ class Statistics:
         partial.replace(path)
 
     @classmethod
-    def load(
-        cls, path: Path, groups: list[FeatureGroup], geometry: Geometry, apart: Sequence[FeatureGroup] = ()
-    ) -> "Statistics":
+    def load(cls, path: Path, groups: list[FeatureGroup], geometry: Geometry) -> "Statistics":
         tensors = load_file(path)
 
         def moments(name: str) -> Moments:
@@ -229,8 +247,8 @@ class Statistics:
             )
             return Moments(int(count), shift, total, scatter)
 
-        statistics = cls(groups, geometry, list(apart), moments(_FEATURES))
-        for group in [*groups, *apart]:
+        statistics = cls(groups, geometry, moments(_FEATURES))
+        for group in statistics.summed:
             statistics.moments[group.name] = moments(group.name)
         for group in groups:
             statistics.cross[group.name] = tensors[f"cross.{group.name}"]

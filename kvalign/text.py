@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,9 @@ from kvalign.errors import DatasetInvalid
 _SEPARATOR = "\n=====\n"
 _TEXT_COLUMNS = ("text", "content", "document")
 _MAX_DATASET_BYTES = 2 * 1024**3
+# A shorter document may well be a phrase of another without being copied.
+_TELLING_CHARACTERS = 200
+_MOST_COMPARED = 10**10  # characters
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,27 @@ def evaluation_windows(
     return found
 
 
+def refuse_overlap(calibration: Sequence[Document], validation: Sequence[Document]) -> None:
+    """Raise DatasetInvalid naming the document when one to validate on was calibrated on, whole or as a part of one.
+
+    Documents are compared by their words, so that neither spaces nor cases hide one; parts are looked for where
+    comparing all with all takes seconds.
+    """
+    calibrated = {_words(document.text): document for document in calibration}
+    small = sum(map(len, calibrated)) * len(validation) <= _MOST_COMPARED
+    for document in validation:
+        words = _words(document.text)
+        twin = calibrated.get(words)
+        if twin is None and small and len(words) >= _TELLING_CHARACTERS:
+            twin = next((other for text, other in calibrated.items() if words in text), None)
+        if twin is not None:
+            raise DatasetInvalid(
+                f"A document of '{document.domain}' is in the calibration text too, in '{twin.domain}':"
+                f" {document.text.strip()[:80]!r}.",
+                "Validate on text that was not calibrated on.",
+            )
+
+
 def fingerprint(documents: Iterable[Document]) -> str:
     """One SHA-256 over the documents' own, in any order."""
     return hashlib.sha256("".join(sorted(document.sha256 for document in documents)).encode()).hexdigest()
@@ -172,6 +196,10 @@ def _text_of(row: Any) -> str:
             if isinstance(row.get(column), str):
                 return str(row[column])
     raise ValueError(f"a row has no text column ({', '.join(_TEXT_COLUMNS)})")
+
+
+def _words(text: str) -> str:
+    return " ".join(text.lower().split())
 
 
 def _by_domain(documents: list[Document]) -> dict[str, list[Document]]:

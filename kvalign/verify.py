@@ -7,22 +7,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from kvalign import accounting
 from kvalign.artifact import Artifact, load_artifact, sha256_of
 from kvalign.capture import load_model, load_tokenizer
+from kvalign.config import describe
 from kvalign.errors import ArtifactInvalid, DatasetInvalid
-from kvalign.evaluate.protocol import FLOOR_LIMIT, prepare
+from kvalign.evaluate.coders import coders_of
+from kvalign.evaluate.comparison import measure_baselines
+from kvalign.evaluate.greedy import measure_greedy
+from kvalign.evaluate.protocol import FLOOR_LIMIT, Coder, PreparedWindow, prepare
+from kvalign.evaluate.recall import measure_recall
 from kvalign.evaluate.resident import ResidentResult, measure_resident
 from kvalign.evaluate.search import measure
 from kvalign.evaluate.validation import DomainResult, Validation
 from kvalign.load import fetch, model_folder
 from kvalign.report import card
+from kvalign.report.draw import FOLDER as FIGURES
+from kvalign.report.schema import SCHEMA_VERSION, Report
 from kvalign.text import Document, builtin_documents, evaluation_windows, fingerprint, read_documents
 
 # Another machine sums in another order: a symbol at a rounding edge may fall to its other side.
 _RATIO_TOLERANCE = 0.01
 _TOP1_TOLERANCE = 0.01
 _TAIL_TOLERANCE = 0.25
+_GREEDY_TOLERANCE = 0.15  # of the longest: a near tie that falls the other way ends one window's agreement
+_RECALL_ITEMS = 2
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,8 @@ def verify(
     where        revision, token, endpoint, as kvalign.load takes them
 
     Raises ArtifactInvalid when there is no report or the parts do not fit each other, DatasetInvalid for other text.
-    Cost: five passes over the validation windows.
+    Cost: about fifteen passes over the validation windows, and the recall tasks.
+    Not measured again: KVTC, which needs the calibration text; likeness of heads, which does too; speed.
     """
     folder = fetch(repo_or_folder, **where)
     artifact = load_artifact(folder)
@@ -68,22 +80,30 @@ def verify(
     on_progress("hashing the weights")
     claims = [*_hashes(artifact, weights), *_written(folder, artifact, report)]
     on_progress("measuring the windows again")
-    return [*claims, *_quality(artifact, report, weights, documents)]
+    return [*claims, *_quality(artifact, report, weights, documents, on_progress)]
 
 
 def read_report(folder: Path) -> dict[str, Any]:
     """report.json of a converted model; raises ArtifactInvalid."""
     try:
         report = json.loads((folder / "report.json").read_bytes())
-        if report["schema_version"] != 1:
-            raise ValueError(f"schema version {str(report['schema_version'])[:20]}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArtifactInvalid(
-            f"{folder.name} holds no report.json that this kvalign reads: {str(error)[:200]}.",
-            "Pull the artifact again, or update kvalign.",
-        ) from error
+        version = report["schema_version"] if isinstance(report, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"its schema version is {str(version)[:20]}, not {SCHEMA_VERSION}")
+        Report.model_validate(report)
+    except ValidationError as error:
+        raise _unreadable(folder, describe(error)) from error
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        raise _unreadable(folder, str(error)) from error
     assert isinstance(report, dict)
     return report
+
+
+def _unreadable(folder: Path, why: str) -> ArtifactInvalid:
+    return ArtifactInvalid(
+        f"{folder.name} holds no report.json that this kvalign reads: {why[:300].rstrip('.')}.",
+        "Pull the artifact again, or update kvalign.",
+    )
 
 
 def _documents(report: dict[str, Any], text: Path | None) -> list[Document]:
@@ -121,6 +141,11 @@ def _written(folder: Path, artifact: Artifact, report: dict[str, Any]) -> Iterat
         told = {"ratio": sizes["coded_ratio"]}.get(name, report["quality"]["overall"].get(name))
         yield Claim(f"{name} in the summary and in the table", report["summary"][name], told, None)
     yield Claim("README.md is the report's card", "", _first_difference(folder, report), None)
+    for figure in report["figures"]:
+        for kind in ("image", "data"):
+            file = folder / FIGURES / Path(figure[kind]).name
+            found = sha256_of(file) if file.is_file() else "(missing)"
+            yield Claim(f"SHA-256 of {FIGURES}/{file.name}", figure[f"{kind}_sha256"], found, None)
 
 
 def _first_difference(folder: Path, report: dict[str, Any]) -> str:
@@ -135,11 +160,17 @@ def _first_difference(folder: Path, report: dict[str, Any]) -> str:
     return ""
 
 
-def _quality(artifact: Artifact, report: dict[str, Any], weights: Path, documents: list[Document]) -> Iterator[Claim]:
-    model, quality = load_model(weights), report["quality"]
+def _quality(
+    artifact: Artifact,
+    report: dict[str, Any],
+    weights: Path,
+    documents: list[Document],
+    on_progress: Callable[[str], None],
+) -> Iterator[Claim]:
+    model, tokenizer, quality = load_model(weights), load_tokenizer(weights), report["quality"]
     windows = evaluation_windows(
         documents,
-        load_tokenizer(weights),
+        tokenizer,
         windows=report["validation"]["windows"],
         prefix=quality["prefix_tokens"],
         continuation=quality["continuation_tokens"],
@@ -161,6 +192,50 @@ def _quality(artifact: Artifact, report: dict[str, Any], weights: Path, document
             yield Claim(f"{name}: is in the text", True, False, None)
     if found.resident is not None:
         yield from _resident_claims(report["resident"], found.resident)
+    on_progress("measuring other codecs, greedy text and recall again")
+    yield from _baseline_claims(model, artifact, report, prepared)
+    coders = coders_of(model, artifact.codec(model))
+    again = measure_greedy(model, prepared, coders)
+    for name, told in report["greedy"].items():
+        measured = again[name].mean if name in again else None
+        tolerance = _GREEDY_TOLERANCE * told["new_tokens"]
+        yield Claim(f"{name}: agreeing greedy tokens", told["mean_agreeing_tokens"], measured, tolerance)
+    yield from _recall_claims(model, tokenizer, documents, coders, report["recall"])
+
+
+def _baseline_claims(
+    model: Any, artifact: Artifact, report: dict[str, Any], prepared: list[PreparedWindow]
+) -> Iterator[Claim]:
+    """All but KVTC, which would have to be fitted on the calibration text again."""
+    again = measure_baselines(
+        model,
+        artifact.shape,
+        prepared,
+        None,
+        ratio=report["summary"]["ratio"],
+        sink_tokens=artifact.sink_tokens,
+        recent_tokens=artifact.recent_tokens,
+    )
+    found = {(item.name, item.setting): item for item in again}
+    for told in report["baselines"]:
+        item = found.get((told["name"], told["setting"]))
+        if item is not None:
+            name = f"{told['name']}, {told['setting']}"
+            yield Claim(f"{name}: ratio", told["ratio"], item.ratio, _RATIO_TOLERANCE * told["ratio"])
+            yield Claim(f"{name}: mean KL", told["kl_mean"], item.summary.kl_mean, _half_interval(told))
+
+
+def _recall_claims(
+    model: Any, tokenizer: Any, documents: list[Document], coders: dict[str, Coder], claimed: list[dict[str, Any]]
+) -> Iterator[Claim]:
+    asked = {told["task"]: told for told in claimed}
+    for found in measure_recall(model, tokenizer, documents, coders):
+        told = asked[found.task]
+        yield Claim(f"recall, {found.task}: applicable", told["applicable"], found.applicable, None)
+        yield Claim(f"recall, {found.task}: difficulty", told["difficulty"], found.difficulty, None)
+        for name, score in told["scores"].items():
+            tolerance = _RECALL_ITEMS / max(1, told["items"])
+            yield Claim(f"recall, {found.task}, {name}", score, found.scores.get(name, 0.0), tolerance)
 
 
 def _resident_claims(claimed: dict[str, Any], found: ResidentResult) -> Iterator[Claim]:
@@ -171,16 +246,18 @@ def _resident_claims(claimed: dict[str, Any], found: ResidentResult) -> Iterator
         if told is None:
             yield Claim(f"resident, {name}: is in the report", True, False, None)
             continue
-        half = (told["kl_high"] - told["kl_low"]) / 2
-        yield Claim(f"resident, {name}: mean KL", told["kl_mean"], summary.kl_mean, max(half, 0.01 * told["kl_mean"]))
+        yield Claim(f"resident, {name}: mean KL", told["kl_mean"], summary.kl_mean, _half_interval(told))
         yield Claim(f"resident, {name}: top-1 agreement", told["top1"], summary.top1, _TOP1_TOLERANCE)
     yield Claim("resident: fused kernel within its limit of plain attention", True, found.kernel_holds, None)
 
 
 def _domain_claims(name: str, claimed: dict[str, Any], found: DomainResult) -> Iterator[Claim]:
     yield Claim(f"{name}: ratio", claimed["ratio"], found.ratio, _RATIO_TOLERANCE * claimed["ratio"])
-    # The report's own interval: half of its width either way.
-    half = (claimed["kl_high"] - claimed["kl_low"]) / 2
-    yield Claim(f"{name}: mean KL", claimed["kl_mean"], found.summary.kl_mean, max(half, 0.01 * claimed["kl_mean"]))
+    yield Claim(f"{name}: mean KL", claimed["kl_mean"], found.summary.kl_mean, _half_interval(claimed))
     yield Claim(f"{name}: KL p99", claimed["kl_p99"], found.summary.kl_p99, _TAIL_TOLERANCE * claimed["kl_p99"])
     yield Claim(f"{name}: top-1 agreement", claimed["top1"], found.summary.top1, _TOP1_TOLERANCE)
+
+
+def _half_interval(claimed: dict[str, Any]) -> float:
+    """The report's own interval: half of its width either way, and never less than a hundredth of what it is about."""
+    return float(max((claimed["kl_high"] - claimed["kl_low"]) / 2, 0.01 * claimed["kl_mean"]))

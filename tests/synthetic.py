@@ -19,11 +19,17 @@ from kvalign.artifact import Artifact, BaseModel, StoredGroup
 from kvalign.calibrate import calibrate
 from kvalign.capture import CacheShape, Captured, capture, measure_shape
 from kvalign.curve import OperatingPoint
-from kvalign.evaluate.metrics import Divergence, summarise
+from kvalign.evaluate.comparison import BaselineResult
+from kvalign.evaluate.greedy import GreedyResult
+from kvalign.evaluate.heads import HeadPictures
+from kvalign.evaluate.metrics import Divergence, by_position, summarise
 from kvalign.evaluate.protocol import PreparedWindow, Trial
+from kvalign.evaluate.recall import RecallResult
 from kvalign.evaluate.resident import ResidentResult
 from kvalign.evaluate.search import Measurement
+from kvalign.evaluate.speed import SpeedResult
 from kvalign.geometry import KINDS, Geometry, Kind, LayerGeometry
+from kvalign.report.findings import Findings
 from kvalign.resident.cache import coded_layers
 from kvalign.resident.fit import fit_resident
 from kvalign.resident.layout import Codebook
@@ -238,4 +244,34 @@ def resident_result(kl: float = 0.002, *, floor_kl: float = 1e-9, kernel_error: 
         kernels={"numba": 960, "tiled": 210},
         dense_layers=0,
         kernel_error=kernel_error,
+        positions=by_position([trial.divergence for trial in measured(0, kl, 4.0).trials], 128),
+    )
+
+
+def recall_results() -> list[RecallResult]:
+    scores = {"uncompressed": 0.95, "at rest": 0.9, "resident": 0.95}
+    return [
+        RecallResult("key_value", True, 8, 20, 512, scores),
+        RecallResult("needle", False, 3, 20, 512, {"uncompressed": 0.4}),
+    ]
+
+
+def greedy_results() -> dict[str, GreedyResult]:
+    return {"at rest": GreedyResult(64, (64, 12)), "resident": GreedyResult(64, (64, 64))}
+
+
+def findings(kl: float = 0.03) -> Findings:
+    """What the report stage measures, made up: six heads of keys and of values, one baseline."""
+    generator = torch.Generator().manual_seed(1)
+
+    def pictures() -> HeadPictures:
+        maps = torch.rand(4, 6, 6, generator=generator)
+        return HeadPictures(*((maps[:2] + maps[:2].mT) / 2), *maps[2:], left_out=0)
+
+    summary = summarise([trial.divergence for trial in measured(0, kl, 4.0).trials])
+    return Findings(
+        heads={kind: pictures() for kind in KINDS},
+        sensitivity={kind: torch.full((3,), 1 / 6) for kind in KINDS},
+        baselines=(BaselineResult("KIVI-style", "4 bit", 3.2, 0, summary),),
+        speed=SpeedResult(768, 1.0, 0.2, 0.1, 20.0, 19.0),
     )

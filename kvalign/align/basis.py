@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvalign.geometry import Kind
+from kvalign.geometry import KINDS, Kind
 from kvalign.statistics import FeatureGroup, Statistics
 
 # Share of the features' mean variance added to each, so that directions hardly seen predict nothing.
@@ -57,7 +57,7 @@ class Basis:
 
 def fit_basis(statistics: Statistics, group: FeatureGroup, weights: tuple[Tensor, ...]) -> Basis:
     """All P directions of one group, widest first. O(P^3): about a minute at P = 5760 on two cores."""
-    moments = statistics.moments[group.name]
+    moments = statistics.moments_of(group)
     predictor, explained = _regression(statistics, group)
     left = moments.covariance() - explained
     weighted = _each_head(weights, _each_head(weights, left).T.contiguous())
@@ -113,11 +113,31 @@ def _mean_sensitivity(statistics: Statistics, kind: Kind) -> float:
     return float(diagonals.mean()) / statistics.gradient_weight
 
 
+def sensitivity_shares(statistics: Statistics) -> dict[Kind, Tensor]:
+    """Share of each layer in tr F S over all layers, keys and values; [L] float32 for each kind; empty without F.
+
+    tr F S / 2 is the KL, to second order, when a layer's entries are replaced by noise of their own covariance S.
+    """
+    if not statistics.gradient_weight:
+        return {}
+    costs: dict[Kind, Tensor] = {}
+    for kind in KINDS:
+        layers = []
+        for index, layer in enumerate(statistics.geometry.layers):
+            heads, dim = layer.kv_heads, layer.head_dim(kind)
+            covariance = statistics.layer_moments(kind, index)[1].unflatten(0, (heads, dim)).unflatten(2, (heads, dim))
+            own = covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+            layers.append((statistics.sensitivity[f"{kind}.{index}"].double() * own.double()).sum())
+        costs[kind] = torch.stack(layers)
+    total = sum(cost.sum() for cost in costs.values())
+    return {kind: (cost / total).float() for kind, cost in costs.items()}
+
+
 def _plain_weights(statistics: Statistics) -> dict[str, tuple[Tensor, ...]]:
     weights = {}
     for group in statistics.groups:
         variances = [
-            statistics.moments[other.name].covariance().diagonal()
+            statistics.moments_of(other).covariance().diagonal()
             for other in statistics.groups
             if other.kind == group.kind
         ]

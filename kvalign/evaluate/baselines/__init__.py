@@ -1,4 +1,4 @@
-"""Other people's cache coders at their best setting, to measure ours against. Nothing else in kvalign uses them.
+"""Other people's cache coders, to measure ours against (evaluate/comparison.py, benchmarks).
 
 Baseline(shape, Kivi(shape, bits=4))        a CacheCoder (evaluate/protocol.py): real bytes, decoded from alone
 fit_kvtc(statistics, shape, ...).at(16.0)    the body coder of KVTC at a nominal ratio

@@ -104,7 +104,7 @@ def shared_budget(first: Allocation, second: Allocation, budget_bits: int, secon
     return spent * _UNIT, (units - spent) * _UNIT
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _solved(grouped, dropped, sizes, costs, budget):  # type: ignore[no-untyped-def]
     """best[i, b]: least error of the first i components in b units. Rows before the widest group are forgotten."""
     width = dropped.size
@@ -141,7 +141,7 @@ _REORDER = {"reassoc", "nsz", "nnan"}
 _EXACT = False
 
 
-@njit(cache=True, fastmath=_REORDER)
+@njit(cache=True, nogil=True, fastmath=_REORDER)
 def _add_errors(coefficients, size, sums):  # type: ignore[no-untyped-def]
     """Add the squared errors of every group of one size: sums [P, TYPES]."""
     for t in range(coefficients.shape[0]):

@@ -48,7 +48,7 @@ def bases(statistics: Statistics) -> list[Basis]:
 def test_directions_are_the_eigenvectors_of_the_weighted_covariance(statistics: Statistics, bases: list[Basis]) -> None:
     for basis in bases:
         W = dense(basis.weights)
-        S = statistics.moments[basis.group.name].covariance().double()
+        S = statistics.moments_of(basis.group).covariance().double()
         weighted = (W @ S @ W).numpy()
         values, _ = scipy.linalg.eigh(weighted)
         U = basis.directions.double()
@@ -102,15 +102,13 @@ def test_no_basis_of_the_rank_is_nearer_in_the_metric(
         dropped = float(basis.variance[rank:].sum())
         assert found == pytest.approx(dropped, rel=1e-2)
         # Brute force: the same algebra done densely, and rivals that are near but wrong.
-        values, vectors = scipy.linalg.eigh(
-            (W @ statistics.moments[basis.group.name].covariance().double() @ W).numpy()
-        )
+        values, vectors = scipy.linalg.eigh((W @ statistics.moments_of(basis.group).covariance().double() @ W).numpy())
         assert found == pytest.approx(float(values[:-rank].sum()), rel=1e-2)
         U = torch.tensor(vectors[:, ::-1].copy())
         rivals = {
             "transposed": U.T[:, :rank],
             "unweighted": torch.tensor(
-                scipy.linalg.eigh(statistics.moments[basis.group.name].covariance().double().numpy())[1][:, ::-1].copy()
+                scipy.linalg.eigh(statistics.moments_of(basis.group).covariance().double().numpy())[1][:, ::-1].copy()
             )[:, :rank],
             "narrowest first": U[:, -rank:],
         }
@@ -206,7 +204,7 @@ def test_without_gradients_each_kind_is_scaled_to_unit_variance(source: CacheSou
     statistics = summed(source, gradients=False)
     weights = head_weights(statistics)
     for group in statistics.groups:
-        variance = statistics.moments[group.name].covariance().diagonal().mean()
+        variance = statistics.moments_of(group).covariance().diagonal().mean()
         for weight in weights[group.name]:
             for head in weight:
                 torch.testing.assert_close(head, variance**-0.5 * torch.eye(len(head)))

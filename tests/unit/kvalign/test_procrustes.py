@@ -1,4 +1,6 @@
-"""Likeness of heads against scipy's orthogonal Procrustes on the rows themselves."""
+"""Likeness of heads against scipy's orthogonal Procrustes on the rows themselves, and against closed forms."""
+
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -6,96 +8,94 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from kvalign.align.procrustes import MAX_HEADS, head_alignment, pairwise_similarity
-from kvalign.geometry import Geometry, Kind, LayerGeometry
-from kvalign.statistics import Statistics, feature_groups
+from kvalign.align.procrustes import HeadRotations, different_heads, polar_factors
 
 
-def rows(heads: int, dim: int, count: int = 200, seed: int = 0) -> Tensor:
-    """Heads that are rotated, scaled and noisy copies of one another: [count, heads * dim]."""
+def rows(heads: int, dim: int, count: int = 200, seed: int = 0, noise: float = 0.3) -> Tensor:
+    """Heads that are rotated, scaled and noisy copies of one another: [count, heads, dim]."""
     generator = torch.Generator().manual_seed(seed)
+    turns = torch.Generator().manual_seed(99)
     shared = torch.randn(count, dim, generator=generator) * torch.logspace(0, -1, dim)
     parts = []
     for head in range(heads):
-        rotation = torch.linalg.qr(torch.randn(dim, dim, generator=generator)).Q
-        parts.append((head + 1) * (shared @ rotation + 0.3 * torch.randn(count, dim, generator=generator)))
-    return torch.cat(parts, dim=1)
+        rotation = torch.linalg.qr(torch.randn(dim, dim, generator=turns)).Q
+        parts.append((head + 1) * (shared @ rotation + noise * torch.randn(count, dim, generator=generator)))
+    return torch.stack(parts, dim=1)
 
 
-def test_similarities_are_those_of_the_best_rotation() -> None:
-    x = rows(4, 6)
-    before, after = pairwise_similarity(x.T @ x, 4)
-    heads = x.unflatten(1, (4, 6)).transpose(0, 1).double().numpy()
-    for i in range(4):
-        for j in range(4):
-            norms = np.linalg.norm(heads[i]) * np.linalg.norm(heads[j])
-            assert float(before[i, j]) == pytest.approx((heads[i] * heads[j]).sum() / norms, abs=1e-4)
-            Q, _ = scipy.linalg.orthogonal_procrustes(heads[j], heads[i])
-            assert float(after[i, j]) == pytest.approx((heads[i] * (heads[j] @ Q)).sum() / norms, abs=1e-4)
-    assert after[~torch.eye(4, dtype=torch.bool)].min() > 0.7  # copies, found again
-    assert before[~torch.eye(4, dtype=torch.bool)].abs().max() < 0.5  # which the rotation had hidden
+def chunks(x: Tensor) -> Iterator[Tensor]:
+    yield from x.split(37)
 
 
-def test_rotating_a_head_changes_before_and_not_after() -> None:
-    x = rows(3, 5)
-    turned = x.clone()
-    turned[:, 5:10] = turned[:, 5:10] @ torch.linalg.qr(torch.randn(5, 5, generator=torch.Generator().manual_seed(9))).Q
-    (before, after), (other_before, other_after) = (pairwise_similarity(y.T @ y, 3) for y in (x, turned))
-    torch.testing.assert_close(after, other_after, rtol=1e-4, atol=1e-4)
-    assert (before - other_before).abs().max() > 0.1
+def similarity(fitting: Tensor, held_out: Tensor) -> tuple[Tensor, Tensor]:
+    rotations = HeadRotations(*fitting.shape[1:])
+    for part in chunks(fitting):
+        rotations.update(part)
+    found = rotations.fit()
+    for part in chunks(held_out):
+        found.update(part)
+    return found.before(), found.after()
 
 
-def test_silent_heads_are_like_none_and_divide_by_nothing() -> None:
-    x = rows(3, 4)
-    x[:, :8] = 0
-    before, after = pairwise_similarity(x.T @ x, 3)
+def units(x: Tensor) -> np.ndarray:
+    return torch.nn.functional.normalize(x, dim=-1).transpose(0, 1).double().numpy()
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8, 11, 17])
+def test_similarities_are_those_of_the_best_rotation_of_another_text(heads: int) -> None:
+    fitting, held_out = rows(heads, 6, seed=1), rows(heads, 6, seed=2)
+    before, after = similarity(fitting, held_out)
+    fitted, tokens = units(fitting), units(held_out)
+    for i in range(heads):
+        for j in range(heads):
+            assert float(before[i, j]) == pytest.approx((tokens[i] * tokens[j]).sum(1).mean(), abs=1e-5)
+            if i < j:
+                rotation, _ = scipy.linalg.orthogonal_procrustes(fitted[j], fitted[i])
+                wanted = (tokens[i] * (tokens[j] @ rotation)).sum(1).mean()
+                assert float(after[i, j]) == pytest.approx(wanted, abs=1e-4)
+    torch.testing.assert_close(after, after.T)
+    torch.testing.assert_close(after.diagonal(), torch.ones(heads), rtol=0, atol=1e-4)
+
+
+def test_rotated_copies_of_one_head_are_alike_after_and_not_before() -> None:
+    """Eight rotations of one isotropic head of 64 channels: near 0 as they stand, 1 once turned."""
+    generator = torch.Generator().manual_seed(3)
+    turns = torch.stack([torch.linalg.qr(torch.randn(64, 64, generator=generator)).Q for _ in range(8)])
+    fitting, held_out = (torch.einsum("td,hde->the", torch.randn(512, 64, generator=generator), turns) for _ in "ab")
+    before, after = similarity(fitting, held_out)
+    assert different_heads(after) == pytest.approx(1, abs=1e-4)
+    assert abs(different_heads(before)) < 0.02
+
+
+def test_heads_of_noise_are_not_alike_on_text_that_was_not_fitted() -> None:
+    """On the very text a rotation finds likeness in noise; measured on another there is none."""
+    generator = torch.Generator().manual_seed(4)
+    fitting, held_out = (torch.randn(400, 3, 16, generator=generator) for _ in "ab")
+    assert different_heads(similarity(fitting, fitting)[1]) > 0.15
+    assert abs(different_heads(similarity(fitting, held_out)[1])) < 0.05
+
+
+def test_silent_and_constant_heads_divide_by_nothing() -> None:
+    x = rows(4, 4)
+    x[:, 0] = 0
+    x[:, 1] = torch.tensor([3.0, 0.0, 0.0, 0.0])
+    x[:, 2] = torch.tensor([0.0, -2.0, 0.0, 0.0])
+    before, after = similarity(x, x)
     for found in (before, after):
         assert torch.isfinite(found).all()
-        assert found[0, 1] == found[0, 2] == found[1, 2] == 0
+        assert not found[0].any()
+    assert before[1, 2] == 0
+    assert after[1, 2] == pytest.approx(1)
 
 
-def statistics_of(geometry: Geometry, layer_group_size: int | None = None) -> Statistics:
-    statistics = Statistics(feature_groups(geometry, layer_group_size), geometry)
-    heads = sum(layer.kv_heads for layer in geometry.layers)
-    for seed in range(2):
-        columns: dict[Kind, Tensor] = {
-            "keys": rows(heads, 6, seed=seed) + 50.0,
-            "values": rows(heads, 4, seed=seed + 9),
-        }
-        statistics.update(columns, torch.zeros(200, 0))
-    return statistics
+def test_one_head_alone_is_like_itself() -> None:
+    assert different_heads(torch.ones(1, 1)) == 1
 
 
-def test_a_model_is_summed_over_all_pairs_about_the_mean_token() -> None:
-    geometry = Geometry((LayerGeometry(2, 6, 4), LayerGeometry(1, 6, 4)))
-    statistics = statistics_of(geometry)
-    found = head_alignment(statistics)
-    assert {kind: item.heads for kind, item in found.items()} == {"keys": 3, "values": 3}
-    before, after = pairwise_similarity(statistics.moments["keys.0-1"].covariance(), 3)
-    pairs = [(i, j) for i in range(3) for j in range(3) if i != j]
-    assert found["keys"].before == pytest.approx(float(np.mean([before[p] for p in pairs])), abs=1e-6)
-    assert found["keys"].after == pytest.approx(float(np.mean([after[p] for p in pairs])), abs=1e-6)
-    # The shared offset of 50 would make every pair alike, were it not taken off.
-    assert found["keys"].before < 0.5
-
-
-def test_layers_that_are_not_stored_are_left_out() -> None:
-    """Of one recomputed layer of 2 heads and two stored ones, the heads of the stored two are compared."""
-    geometry = Geometry((LayerGeometry(2, 6, 4), LayerGeometry(2, 6, 4), LayerGeometry(1, 6, 4)))
-    statistics = Statistics(feature_groups(geometry, first=1), geometry)
-    columns: dict[Kind, Tensor] = {"keys": rows(5, 6), "values": rows(5, 4)}
-    statistics.update(columns, torch.zeros(200, 0))
-    found = head_alignment(statistics)
-    assert {kind: item.heads for kind, item in found.items()} == {"keys": 3, "values": 3}
-    _, after = pairwise_similarity(torch.cov(columns["keys"][:, 12:].T), 3)
-    different = ~torch.eye(3, dtype=torch.bool)
-    assert found["keys"].after == pytest.approx(float(after[different].mean()), abs=1e-3)
-
-
-def test_models_that_it_does_not_fit_are_left_out() -> None:
-    uneven = Geometry((LayerGeometry(2, 6, 4), LayerGeometry(1, 6, 4)))
-    assert head_alignment(statistics_of(uneven, layer_group_size=1)) == {}
-    single = Geometry((LayerGeometry(1, 6, 4),))
-    assert head_alignment(statistics_of(single)) == {}
-    many = Geometry((LayerGeometry(MAX_HEADS + 1, 6, 4),))
-    assert head_alignment(statistics_of(many)) == {}
+def test_polar_factors_are_orthogonal_and_nearest() -> None:
+    blocks = torch.randn(5, 7, 7, generator=torch.Generator().manual_seed(5))
+    blocks[4, :, 3:] = 0  # singular
+    found = polar_factors(blocks)
+    torch.testing.assert_close(found @ found.mT, torch.eye(7).expand(5, 7, 7), rtol=0, atol=1e-5)
+    for block, factor in zip(blocks, found, strict=True):
+        assert float((block * factor).sum()) == pytest.approx(float(torch.linalg.svdvals(block).sum()), rel=1e-5)

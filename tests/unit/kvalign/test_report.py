@@ -6,21 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import made_up_resident, measured, resident_result
+from synthetic import findings, greedy_results, made_up_resident, measured, recall_results, resident_result
 
-from kvalign.align.procrustes import HeadAlignment
 from kvalign.artifact import Artifact
 from kvalign.config import ConversionConfig
 from kvalign.evaluate.protocol import FLOOR_LIMIT
 from kvalign.evaluate.resident import ResidentResult
 from kvalign.evaluate.validation import Validation
 from kvalign.report import card
-from kvalign.report.build import build_report, gate_failures
+from kvalign.report.build import build_report, gate_failures, to_json
+from kvalign.report.figures import Drawn
+from kvalign.report.findings import Findings
+from kvalign.report.schema import json_schema
 from kvalign.text import Document
 
 HOSTILE = (
@@ -38,7 +41,13 @@ def validation(*, floor_kl: float = 1e-9, kl: tuple[float, ...] = (0.01, 0.02), 
     chosen = replace(measured(4, kl[0], 12.0), trials=trials)
     others = [measured(-8, kl[0] / 2, 8.0), measured(10, kl[0] * 2, 16.0)]
     return Validation.of(
-        [chosen, *others], resident_result(), floor_kl=floor_kl, prefix_tokens=768, continuation_tokens=256
+        [chosen, *others],
+        resident_result(),
+        floor_kl=floor_kl,
+        prefix_tokens=768,
+        continuation_tokens=256,
+        recall=recall_results(),
+        greedy=greedy_results(),
     )
 
 
@@ -53,7 +62,13 @@ def split(text: str) -> tuple[str, str]:
     return front, body
 
 
-def build(artifact: Artifact, folder: Path, found: Validation | None = None, **sections: Any) -> dict[str, Any]:
+def build(
+    artifact: Artifact,
+    folder: Path,
+    found: Validation | None = None,
+    found_beside: Findings | None = None,
+    **sections: Any,
+) -> dict[str, Any]:
     provenance = {
         "calibration": {
             "dataset": "builtin",
@@ -68,9 +83,11 @@ def build(artifact: Artifact, folder: Path, found: Validation | None = None, **s
         config(**sections),
         replace(artifact, provenance=provenance, resident=made_up_resident(artifact.shape.geometry)),
         found or validation(),
-        {"keys": HeadAlignment(6, 0.01, 0.4), "values": HeadAlignment(6, 0.02, 0.3)},
+        found_beside or findings(),
+        [Drawn("bits", "bits.png", "bits.json", "a" * 64, "b" * 64, "Bits of each component.")],
         source_dir=folder,
         held_out=[Document("a", "text"), Document("b", "more text")],
+        stage_seconds={"calibrate": 60.0, "report": 12.5},
     )
 
 
@@ -90,7 +107,46 @@ def test_the_summary_is_what_was_measured(report: dict[str, Any], artifact: Arti
 
 
 def test_a_report_is_plain_json_without_numbers_that_are_none(report: dict[str, Any]) -> None:
-    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert json.loads(to_json(report)) == json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+def test_a_report_keeps_to_the_published_schema(report: dict[str, Any]) -> None:
+    published = json.loads((Path(__file__).parents[3] / "docs" / "report.schema.json").read_text())
+    assert published == json.loads(json.dumps(json_schema())), "run scripts/write_report_schema.py"
+    jsonschema.Draft202012Validator.check_schema(published)
+    validator = jsonschema.Draft202012Validator(published)
+    validator.validate(json.loads(to_json(report)))
+    for spoilt in ({"schema_version": 1}, {"extra": 1}, {"summary": {**report["summary"], "top1": 1.5}}):
+        assert not validator.is_valid({**report, **spoilt})
+
+
+def test_numbers_that_are_none_are_null_and_the_card_says_so(artifact: Artifact, tmp_path: Path) -> None:
+    nowhere = float("nan")
+    report = build(artifact, tmp_path, validation(kl=(nowhere, 0.01)), findings(nowhere))
+    plain = json.loads(to_json(report))
+    assert plain["baselines"][0]["kl_mean"] is None
+    assert plain["quality"]["domains"]["a"]["kl_mean"] is None
+    published = json.loads((Path(__file__).parents[3] / "docs" / "report.schema.json").read_text())
+    jsonschema.Draft202012Validator(published).validate(plain)
+    assert "not a number" in card.render(report)
+
+
+def test_the_card_tells_what_the_report_stage_found(report: dict[str, Any]) -> None:
+    text = card.render(report)
+    assert "| KIVI-style | 4 bit | 3.20 | 0.0300" in text
+    assert "| **kvalign** | recommended step | 12.00 |" in text
+    assert "one of 8 key-value pairs, asked for after 512 tokens were coded" in text
+    assert "uncompressed 95 %, at rest 90 %, resident 95 %" in text
+    assert "Recall of a number of three digits hidden in other text: not applicable" in text
+    assert "recall, task needle: the uncompressed model does not hold it" in text
+    assert "KVTC at equal bytes" in text  # was not measured, and is named
+    assert "38.0 of 64 tokens on average, and to the end in 50 % of 2 windows" in text
+    assert "(10.0 times" in text
+    assert "![bits](figures/bits.png)" in text
+    assert "[Data](figures/bits.json)" in text
+    assert "calibrate 60 s, report 12 s" in text
+    for found in report["head_alignment"].values():
+        assert found["says"] in text
 
 
 def test_sizes_name_their_numerators(report: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def test_statistics_shift_by_the_first_rows_they_see() -> None:
         statistics.update({kind: x[kind][start : start + 50] for kind in KINDS}, torch.zeros(50, 0))
     for group in GROUPS:
         wanted = np.cov(x[group.kind][:, group.start : group.stop].double().numpy().T, bias=True)
-        found = statistics.moments[group.name].covariance()
+        found = statistics.moments_of(group).covariance()
         torch.testing.assert_close(found, torch.tensor(wanted).float(), rtol=1e-2, atol=1e-3 * float(wanted.max()))
 
 
@@ -101,7 +101,7 @@ def test_merged_parts_equal_a_single_pass() -> None:
     for group in GROUPS:
         torch.testing.assert_close(left.cross_covariance(group), whole.cross_covariance(group), rtol=1e-3, atol=1e-3)
         # The shifts were far apart: adding the sums as they are would not do.
-        assert not torch.allclose(left.moments[group.name].shift, right.moments[group.name].shift, atol=0.1)
+        assert not torch.allclose(left.moments_of(group).shift, right.moments_of(group).shift, atol=0.1)
     for name, outer in whole.sensitivity.items():
         torch.testing.assert_close(left.sensitivity[name], outer, rtol=1e-5, atol=1e-3)
 

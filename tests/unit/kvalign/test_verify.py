@@ -143,3 +143,50 @@ def test_a_missing_or_foreign_report_is_refused(
         (copy / "report.json").write_text(content)
     with pytest.raises(ArtifactInvalid, match=r"no report\.json that this kvalign reads"):
         verify(copy, base=tiny_folder("llama"), text=text)
+
+
+def test_what_was_measured_beside_the_gate_is_measured_again(made: Path, tiny_folder: Folders, text: Path) -> None:
+    names = [claim.name for claim in verify(made, base=tiny_folder("llama"), text=text)]
+    report = json.loads((made / "report.json").read_text())
+    assert {"at rest: agreeing greedy tokens", "resident: agreeing greedy tokens"} <= set(names)
+    assert {"fp8, E4M3: mean KL", "KIVI-style, 2 bit: ratio"} <= set(names)
+    assert {f"recall, {task}: applicable" for task in ("key_value", "needle")} <= set(names)
+    for figure in report["figures"]:
+        assert f"SHA-256 of figures/{figure['data']}" in names
+
+
+def test_figures_that_were_changed_or_are_missing_are_named(copy: Path, tiny_folder: Folders, text: Path) -> None:
+    (copy / "figures" / "bits.json").write_text("{}")
+    (copy / "figures" / "activations.png").unlink()
+    assert failing(verify(copy, base=tiny_folder("llama"), text=text)) == [
+        "SHA-256 of figures/activations.png",
+        "SHA-256 of figures/bits.json",
+    ]
+
+
+def test_a_report_of_another_form_is_refused_by_the_place(copy: Path) -> None:
+    changed(copy, lambda report: report["summary"].update(top1="high"))
+    with pytest.raises(ArtifactInvalid, match=r"summary\.top1"):
+        verify(copy)
+    changed(copy, lambda report: report.update(schema_version=1))
+    with pytest.raises(ArtifactInvalid, match="its schema version is 1, not 2"):
+        verify(copy)
+
+
+def test_several_reports_are_shown_side_by_side(made: Path, copy: Path) -> None:
+    changed(copy, lambda report: report["summary"].update(artifact_bytes=7))
+    changed(copy, lambda report: report["validation"].update(fingerprint="0" * 64))
+    done = CliRunner().invoke(main, ["compare", str(made), str(copy), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert found["models"] == [str(made), str(copy)]
+    assert found["rows"]["artifact, bytes"][1] == 7
+    report = json.loads((made / "report.json").read_text())
+    assert found["rows"]["at rest: ratio of coded tokens"] == [report["sizes"]["coded_ratio"]] * 2
+    assert found["warnings"] == ["They were judged on different text: KL and recall are not comparable."]
+    shown = CliRunner().invoke(main, ["compare", str(made), str(copy)])
+    assert "Note: They were judged on different text" in shown.output
+    assert "at rest: mean KL, nats" in shown.output
+    one = CliRunner().invoke(main, ["compare", str(made), str(made)])
+    assert one.exit_code == 2
+    assert "two different converted models" in one.output
