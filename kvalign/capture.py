@@ -341,6 +341,7 @@ def capture_with_gradients(
     with attention_input(model, shape.recomputed - 1) as seen:
         with torch.no_grad(), watch(model) as queries:
             _, before = run(model, tokens[None, :prefix], logits_to_keep=1)
+        _refuse_not_finite(before)
         cache, leaves = DynamicCache(), []
         with torch.enable_grad():
             for index, pair in enumerate(layer_tensors(before)):
@@ -406,6 +407,7 @@ def capture_with_queries(model: Any, shape: CacheShape, tokens: Tensor) -> tuple
 
 
 def _captured(cache: Any, shape: CacheShape, seen: list[Tensor]) -> Captured:
+    _refuse_not_finite(cache)
     tokens = layer_tensors(cache)[0][0].shape[-2]
     positions = torch.arange(tokens)
     everything = slice(0, tokens)
@@ -414,3 +416,14 @@ def _captured(cache: Any, shape: CacheShape, seen: list[Tensor]) -> Captured:
         token_matrix(cache, "values", shape, 0, everything, positions).detach(),
         joined_inputs(seen, tokens)[0],
     )
+
+
+def _refuse_not_finite(cache: Any) -> None:
+    """One infinite number would turn every sum over the text into NaN."""
+    for index, pair in enumerate(layer_tensors(cache)):
+        for kind, tensor in zip(KINDS, pair, strict=True):
+            if not tensor.isfinite().all():
+                raise SourceInvalid(
+                    f"The {kind} of layer {index} are not finite on ordinary text.",
+                    "Check the model's weights: it gives no usable cache.",
+                )

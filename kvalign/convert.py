@@ -26,7 +26,7 @@ from torch import Tensor
 from kvalign import calibrate, fit
 from kvalign.align.basis import Basis, fit_basis, head_weights, load_bases, save_bases
 from kvalign.artifact import Artifact, BaseModel, StoredGroup, load_artifact
-from kvalign.capture import CacheShape, capture, load_model, load_tokenizer, measure_shape
+from kvalign.capture import CacheShape, Captured, capture, load_model, load_tokenizer, measure_shape
 from kvalign.codec import Codec
 from kvalign.config import ConversionConfig
 from kvalign.errors import ConfigInvalid, QualityGate
@@ -245,7 +245,7 @@ class _Conversion:
         """A codec of full rank, which validate cuts down to what the step it finds needs; and the resident form."""
         check_room(self._config, self._position_limit)
         sink_tokens = self._config.codec.sink_tokens
-        kept_aside = list(capture(self._model, self._shape, iter(self._kept_aside_sequences)))
+        kept_aside = self._kept_aside
         transforms, orders = fit.full_transforms(bases, kept_aside, sink_tokens)
         start = fit.expected_step(transforms, self._shape.geometry, self._config.codec.ratio or _START_RATIO)
         groups = [
@@ -307,7 +307,7 @@ class _Conversion:
             validated.artifact,
             statistics,
             prepared=self._prepared(stages, "report"),
-            kept_aside=self._kept_aside_sequences,
+            kept_aside=self._kept_aside,
             ratio=validated.found.overall.ratio,
             on_progress=lambda part: stages.tell("report", PARTS.index(part), len(PARTS), part),
         )
@@ -431,6 +431,11 @@ class _Conversion:
     def _kept_aside_sequences(self) -> list[Tensor]:
         """The last eighth of the calibration text; all of it where it is a single sequence."""
         return self._sequences[-max(1, len(self._sequences) // _KEPT_ASIDE) :]
+
+    @cached_property
+    def _kept_aside(self) -> list[Captured]:
+        """What the sequences kept aside leave; held from fit to report."""
+        return list(capture(self._model, self._shape, iter(self._kept_aside_sequences)))
 
     @cached_property
     def _windows(self) -> list[Window]:

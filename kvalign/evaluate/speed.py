@@ -13,13 +13,13 @@ from kvalign.codec import Codec
 from kvalign.evaluate.protocol import PreparedWindow, copied
 from kvalign.resident.interface import fused_attention
 
-_ROUNDS = 3
+_ROUNDS = 2
 _NEW_TOKENS = 6
 
 
 @dataclass(frozen=True)
 class SpeedResult:
-    """Medians of three rounds, everything measured in turns.
+    """Medians of two rounds, everything measured in turns.
 
     prefill_s           reading the prefix anew, uncompressed
     encode_s, decode_s  its cache to bytes, and from bytes to a plain cache
@@ -50,7 +50,7 @@ class SpeedResult:
 
 @torch.no_grad()
 def measure_speed(model: Any, codec: Codec, prepared: PreparedWindow) -> SpeedResult:
-    """A prefill, two round trips and 12 single tokens for each of three rounds, and one of each before to warm up."""
+    """A prefill, two round trips and 12 single tokens for each of two rounds, and one of each before to warm up."""
     prefix = prepared.window.prefix[None]
 
     def encode() -> bytes:

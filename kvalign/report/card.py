@@ -260,7 +260,7 @@ def _heads(report: dict[str, Any]) -> str:
     lines = "\n".join(
         f"- {kind.capitalize()}, {found['heads']} heads of {found['head_dim']} channels: mean cosine similarity of two"
         f" heads {found['before']:.3f} as they stand, {found['after']:.3f} once one is rotated onto the other"
-        + (f" ({found['left_out']} heads of another width left out)" if found["left_out"] else "")
+        + (f" ({found['left_out']} heads left out, of another width or for their number)" if found["left_out"] else "")
         + "."
         for kind, found in report["head_alignment"].items()
     )

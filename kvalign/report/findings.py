@@ -79,14 +79,14 @@ def examine(
     statistics: Statistics,
     *,
     prepared: Sequence[PreparedWindow],
-    kept_aside: Sequence[Tensor],
+    kept_aside: Sequence[Captured],
     ratio: float,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Findings:
     """Measure it all.
 
     prepared     the windows that the codec was judged on
-    kept_aside   calibration sequences that no basis has seen, to fit rotations and KVTC on
+    kept_aside   what calibration sequences leave that no basis has seen, to fit rotations and KVTC on
     ratio        of coded tokens, that the codec has at its recommended step
     on_progress  called with the part of PARTS that is worked on, again and again
 
@@ -94,15 +94,14 @@ def examine(
     """
     on_progress("the heads")
     held_out = [torch.cat([window.window.prefix, window.window.continuation]) for window in prepared]
-    captured = list(capture(model, artifact.shape, iter(kept_aside)))
     heads = measure_heads(
         artifact.shape.geometry,
-        lambda: captured,
+        lambda: kept_aside,
         lambda: capture(model, artifact.shape, iter(up_to(held_out, HEAD_TOKENS))),
         sink_tokens=artifact.sink_tokens,
     )
     on_progress("fitting KVTC")
-    kvtc = _fitted_kvtc(artifact, statistics, captured, ratio)
+    kvtc = _fitted_kvtc(artifact, statistics, kept_aside, ratio)
     baselines = measure_baselines(
         model,
         artifact.shape,

@@ -18,7 +18,13 @@ from kvalign.config import ConversionConfig
 from kvalign.generation import continue_prompt
 
 LAYOUTS = ("full", "codec")
-ADDED = {"README.md", "report.json", "kvalign_config.json", "kvalign_codec.safetensors"}
+FIGURES = {
+    *("figures/head_alignment.png", "figures/head_alignment.npz", "figures/activations.png", "figures/activations.npz"),
+    *("figures/bits.png", "figures/bits.json", "figures/sensitivity.png", "figures/sensitivity.json"),
+    *("figures/rate_distortion.png", "figures/rate_distortion.json"),
+    *("figures/kl_by_position.png", "figures/kl_by_position.json"),
+}
+ADDED = {"README.md", "report.json", "kvalign_config.json", "kvalign_codec.safetensors"} | FIGURES
 CARRIED = {
     "full": {"LICENSE", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
              "tokenizer_config.json"},
@@ -127,6 +133,9 @@ def test_the_report_is_served_and_published_alike(converted: Converted) -> None:
     assert report.headers["content-type"] == "application/json"
     assert report.content == (folder / "report.json").read_bytes()
     assert ada.ask("GET", f"{path}/README.md").content == (folder / "README.md").read_bytes()
+    for name in FIGURES:
+        assert ada.ask("GET", f"{path}/{name}").content == (folder / name).read_bytes(), name
+    assert ada.ask("GET", f"{path}/figures/bits.png").headers["content-type"] == "image/png"
     found = report.json()
     assert found["gate"]["passed"]
     assert found["summary"]["floor_kl"] < 1e-6

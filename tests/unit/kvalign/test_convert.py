@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvalign.artifact import CONFIG_NAME, TENSORS_NAME, load_artifact
 from kvalign.capture import load_model, run
@@ -394,3 +395,62 @@ def test_other_families_convert(tiny_folder: Folders, texts: tuple[Path, Path], 
     assert result.report["summary"]["kl_mean"] <= 0.5
     assert result.report["summary"]["ratio"] > 3
     assert load_artifact(conversion.out).base.model_type == family
+
+
+# ---- heads that say little
+
+
+def spoilt(tiny_folder: Callable[[str], Path], folder: Path, change: Callable[[Any], None], **shape: int) -> Path:
+    """A tiny llama with its weights changed, as a folder."""
+    source = tiny_folder("llama")
+    shutil.copytree(source, folder)
+    if shape:
+        settings = AutoConfig.from_pretrained(source)
+        for name, value in shape.items():
+            setattr(settings, name, value)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(settings)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def silence(model: Any) -> None:
+    """The first head of the last layer keeps nothing: its keys and values are zero."""
+    for projection in (model.model.layers[-1].self_attn.k_proj, model.model.layers[-1].self_attn.v_proj):
+        projection.weight[:8] = 0
+
+
+@pytest.mark.parametrize(
+    ("change", "shape"),
+    [
+        (silence, {}),
+        (lambda model: None, {"num_hidden_layers": 1}),
+        (lambda model: None, {"num_key_value_heads": 1}),
+        (lambda model: None, {"num_hidden_layers": 1, "num_key_value_heads": 1}),
+    ],
+    ids=["a silent head", "one layer", "one head a layer", "one head"],
+)
+def test_models_of_few_or_silent_heads_convert(
+    conversion: Conversion, tiny_folder: Callable[[str], Path], tmp_path: Path, change: Any, shape: dict[str, int]
+) -> None:
+    conversion.source = spoilt(tiny_folder, tmp_path / "spoilt", change, **shape)
+    report = conversion(codec={"ratio": 6, "recent_tokens": 8}).report
+    for found in report["head_alignment"].values():
+        assert -1 <= found["before"] <= 1
+        assert -1 <= found["after"] <= 1
+    assert len(report["figures"]) >= 5
+
+
+def test_a_model_whose_cache_is_not_finite_is_refused_by_the_layer(
+    conversion: Conversion, tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def overflow(model: Any) -> None:
+        model.model.layers[1].self_attn.v_proj.weight.fill_(3e38)
+
+    conversion.source = spoilt(tiny_folder, tmp_path / "spoilt", overflow)
+    with pytest.raises(SourceInvalid, match="The values of layer 1 are not finite"):
+        conversion(codec={"ratio": 6, "recent_tokens": 8})

@@ -55,3 +55,11 @@ def test_heads_of_another_width_are_left_out_and_counted() -> None:
     matrix = torch.arange(38.0).expand(2, 38)
     assert columns.take(matrix)[0, 2].tolist() == [20, 21, 22, 23, 24, 25]  # the first head of the third layer
     assert Columns.of(geometry, "values").left_out == 0
+
+
+def test_of_very_many_heads_some_layers_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = Geometry((LayerGeometry(2, 4, 4),) * 5)
+    monkeypatch.setattr(heads, "MOST_NUMBERS", 16)
+    columns = Columns.of(geometry, "keys")
+    assert columns.slices == (slice(0, 8), slice(24, 32))
+    assert (columns.heads, columns.left_out) == (4, 6)

@@ -1,5 +1,6 @@
 """The report, its gate and its card: front matter that the Hub's client takes, hostile text kept from acting."""
 
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -325,3 +326,15 @@ def test_escaped_text_is_one_line_and_reads_as_it_was(text: str) -> None:
     plain = re.sub(r"\\([\\`*_{}\[\]()#+!|<>~$&])", r"\1", escaped)
     assert plain == " ".join(text.split())
     assert not re.search(r"(?<!\\)(\\\\)*[`*_\[\]<>|#~$&]", escaped)
+
+
+def test_the_sample_card_is_one() -> None:
+    """docs/sample-card is what a real conversion left: of the published form, its card rendered from its report."""
+    folder = Path(__file__).parents[3] / "docs" / "sample-card"
+    found = json.loads((folder / "report.json").read_text())
+    jsonschema.Draft202012Validator(json_schema()).validate(found)
+    assert (folder / "README.md").read_text() == card.render(found)
+    for figure in found["figures"]:
+        for kind in ("image", "data"):
+            data = (folder / "figures" / figure[kind]).read_bytes()
+            assert hashlib.sha256(data).hexdigest() == figure[f"{kind}_sha256"]
