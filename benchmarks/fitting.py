@@ -13,7 +13,7 @@ from benchmarks.environment import say
 from kvalign import calibrate, fit
 from kvalign.align.basis import fit_basis, head_weights
 from kvalign.artifact import Artifact, BaseModel, StoredGroup
-from kvalign.capture import CacheShape, Captured, capture, load_model, load_tokenizer, measure_shape
+from kvalign.capture import CacheShape, Captured, capture, load_model, load_tokenizer, measure_shape, position_limit
 from kvalign.convert import TOKEN_BETA
 from kvalign.recompute import default_count
 from kvalign.resident.cache import coded_layers
@@ -46,8 +46,7 @@ class Subject:
 
     @property
     def position_limit(self) -> int:
-        """Longest sequence that the model takes."""
-        return int(getattr(self.model.config, "max_position_embeddings", None) or 1 << 20)
+        return position_limit(self.model)
 
     def describe(self) -> dict[str, Any]:
         """The model by name and hashes; no path of this machine."""

@@ -180,6 +180,11 @@ def vocabulary(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
+def position_limit(model: Any, otherwise: int = 1 << 30) -> int:
+    """Longest sequence that the model takes; `otherwise` where its config names none."""
+    return int(getattr(model.config, "max_position_embeddings", None) or otherwise)
+
+
 def probe_tokens(model: Any, count: int) -> Tensor:
     """Different tokens to try a model on, [count] int64."""
     return (torch.arange(count) * 7919 + 1).remainder(vocabulary(model))

@@ -26,7 +26,7 @@ from torch import Tensor
 from kvalign import calibrate, fit
 from kvalign.align.basis import Basis, fit_basis, head_weights, load_bases, save_bases
 from kvalign.artifact import Artifact, BaseModel, StoredGroup, load_artifact
-from kvalign.capture import CacheShape, Captured, capture, load_model, load_tokenizer, measure_shape
+from kvalign.capture import CacheShape, Captured, capture, load_model, load_tokenizer, measure_shape, position_limit
 from kvalign.codec import Codec
 from kvalign.config import ConversionConfig
 from kvalign.errors import ConfigInvalid, QualityGate
@@ -450,9 +450,7 @@ class _Conversion:
 
     @property
     def _position_limit(self) -> int:
-        """Longest sequence that the model takes."""
-        limit = getattr(self._model.config, "max_position_embeddings", None)
-        return int(limit) if limit else WINDOW_TOKENS
+        return position_limit(self._model, otherwise=WINDOW_TOKENS)
 
     def _provenance(self) -> dict[str, Any]:
         calibration = self._config.calibration

@@ -61,13 +61,18 @@ def fetch(
     *,
     revision: str | None = None,
     weights: bool = True,
+    report: bool = False,
     token: str | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """The local folder itself, or the repo's files in the Hub client's cache; without weights, small files only."""
+    """The local folder itself, or the repo's files in the Hub client's cache.
+
+    weights  and tokenizer; without them, what describes the codec, and the report with its figures
+    report   the report and its figures as well as the weights
+    """
     if Path(repo_or_folder).expanduser().is_dir():
         return Path(repo_or_folder).expanduser()
-    patterns = [*_MODEL_FILES, *_REPORT_FILES] if weights else [CONFIG_NAME, *_REPORT_FILES]
+    patterns = [*(_MODEL_FILES if weights else [CONFIG_NAME]), *(_REPORT_FILES if report or not weights else [])]
     try:
         return Path(
             snapshot_download(

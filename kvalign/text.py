@@ -86,7 +86,7 @@ def token_sequences(documents: list[Document], tokenizer: Any, *, tokens: int, l
     beginning-of-text token where the tokenizer uses one. Raises DatasetInvalid when the text runs out.
     """
     wanted = max(1, tokens // length)
-    bos = _opening(tokenizer)
+    bos = opening_tokens(tokenizer)
     body = length - len(bos)
     streams = [
         [bos + part for part in _cut(_joined(members, tokenizer, _order(seed, domain)), body)]
@@ -110,16 +110,16 @@ def evaluation_windows(
     """
     if not documents:
         raise DatasetInvalid("The validation text is empty.", "Name a dataset with text in it.")
-    bos = _opening(tokenizer)
+    bos = opening_tokens(tokenizer)
     length = prefix + continuation - len(bos)
     found = []
     domains = _by_domain(documents)
     for index, (domain, members) in enumerate(domains.items()):
         share = max(1, (windows + len(domains) - 1 - index) // len(domains))
-        pieces = [_cut(_plain(tokenizer, document.text), length) for document in members]
+        pieces = [_cut(plain_tokens(tokenizer, document.text), length) for document in members]
         parts = [part for turn in _in_turn(pieces) for part in turn]
         if len(parts) < share:
-            parts = _cut([token for document in members for token in _plain(tokenizer, document.text)], length)
+            parts = _cut([token for document in members for token in plain_tokens(tokenizer, document.text)], length)
         if len(parts) < share:
             raise DatasetInvalid(
                 f"The domain '{domain}' holds {len(parts)} windows of {prefix + continuation} tokens;"
@@ -209,7 +209,7 @@ def _by_domain(documents: list[Document]) -> dict[str, list[Document]]:
     return domains
 
 
-def _opening(tokenizer: Any) -> list[int]:
+def opening_tokens(tokenizer: Any) -> list[int]:
     """The tokens that the tokenizer itself puts before every text."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
@@ -219,7 +219,7 @@ def _order(seed: int, domain: str) -> random.Random:
     return random.Random(f"{seed}/{domain}")  # noqa: S311  an order to repeat, not a secret
 
 
-def _plain(tokenizer: Any, text: str) -> list[int]:
+def plain_tokens(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -227,7 +227,7 @@ def _joined(documents: list[Document], tokenizer: Any, order: random.Random) -> 
     separator = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     shuffled = sorted(documents, key=lambda document: document.sha256)
     order.shuffle(shuffled)
-    return [token for document in shuffled for token in [*_plain(tokenizer, document.text), *separator]]
+    return [token for document in shuffled for token in [*plain_tokens(tokenizer, document.text), *separator]]
 
 
 def _ask_for_less(setting: str, most: int) -> str:

@@ -71,7 +71,7 @@ def verify(
     Cost: about fifteen passes over the validation windows, and the recall tasks.
     Not measured again: KVTC, which needs the calibration text; likeness of heads, which does too; speed.
     """
-    folder = fetch(repo_or_folder, **where)
+    folder = fetch(repo_or_folder, report=True, **where)
     artifact = load_artifact(folder)
     report = read_report(folder)
     documents = _documents(report, text)

@@ -1,6 +1,7 @@
 """The demo's folder: what stays in it from run to run, and what no run leaves behind. Knows no process.
 
 model/          the source model, built once
+.compiled/      kernels that conversions compiled for this processor
 NAME-kvalign/   the converted model that a run pulled, report card and all; replaced by the next such run
 logs/           what the parts of the latest run said
 run/            everything of the run at work: both services' data, the Hub client's cache; gone when it ends
@@ -40,6 +41,11 @@ class Place:
     @property
     def run(self) -> Path:
         return self.root / "run"
+
+    @property
+    def compiled(self) -> Path:
+        """Kept from run to run."""
+        return self.root / ".compiled"
 
     def keep_converted(self, snapshot: Path, name: str) -> Path:
         """Put what the Hub client pulled where it outlives the run; whole or not at all."""

@@ -129,6 +129,7 @@ def environment_for(folder: Path, cache: Path, threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "NUMBA_CACHE_DIR": str(cache / "numba"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
+        "MPLCONFIGDIR": str(cache / "matplotlib"),  # it looks through all fonts once
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }
 

@@ -127,9 +127,11 @@ def sensitivity_shares(statistics: Statistics) -> dict[Kind, Tensor]:
             heads, dim = layer.kv_heads, layer.head_dim(kind)
             covariance = statistics.layer_moments(kind, index)[1].unflatten(0, (heads, dim)).unflatten(2, (heads, dim))
             own = covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-            layers.append((statistics.sensitivity[f"{kind}.{index}"].double() * own.double()).sum())
+            layers.append((statistics.sensitivity[f"{kind}.{index}"].double() * own.double()).sum().clamp_min(0))
         costs[kind] = torch.stack(layers)
-    total = sum(cost.sum() for cost in costs.values())
+    total = sum(float(cost.sum()) for cost in costs.values())
+    if not total > 0:  # nothing that the model says depends on its cache
+        return {}
     return {kind: (cost / total).float() for kind, cost in costs.items()}
 
 

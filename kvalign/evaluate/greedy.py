@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from kvalign.capture import layer_tensors, run
+from kvalign.capture import layer_tensors, position_limit, run
 from kvalign.evaluate.protocol import Coder, PreparedWindow, copied
 from kvalign.resident.cache import ResidentCache
 from kvalign.resident.interface import fused_attention
@@ -85,11 +85,6 @@ def greedy(model: Any, cache: Cache, first: Tensor, new_tokens: int) -> Tensor:
 def attention_for(model: Any, cache: Cache) -> AbstractContextManager[Any]:
     """While the block runs, the model attends to a resident cache's codes as they are; to others in its usual way."""
     return fused_attention(model) if isinstance(cache, ResidentCache) else nullcontext()
-
-
-def position_limit(model: Any) -> int:
-    """Longest sequence that the model takes."""
-    return int(getattr(model.config, "max_position_embeddings", None) or 1 << 30)
 
 
 def _continued(model: Any, caches: list[Cache], first: Tensor, new_tokens: int) -> Tensor:

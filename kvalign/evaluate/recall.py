@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvalign.capture import run
+from kvalign.capture import position_limit, run
 from kvalign.errors import ConfigInvalid, DatasetInvalid
-from kvalign.evaluate.greedy import attention_for, position_limit
+from kvalign.evaluate.greedy import attention_for
 from kvalign.evaluate.protocol import Coder, PreparedWindow, copied, read_prefix
-from kvalign.text import Document, Window, _opening, _plain
+from kvalign.text import Document, Window, opening_tokens, plain_tokens
 
 Task = Literal["key_value", "needle"]
 
@@ -120,12 +120,12 @@ def made_items(
     room for what must be in them.
     """
     chance = random.Random(f"{seed}/{task}/{difficulty}")  # noqa: S311  items to repeat, not a secret
-    opening = _opening(tokenizer)
+    opening = opening_tokens(tokenizer)
     text = _filler(tokenizer, documents, items * prefix_tokens, chance)
     made = []
     for _ in range(items):
         hidden, question, answer = _MAKERS[task](chance, difficulty)
-        detail = _plain(tokenizer, hidden)
+        detail = plain_tokens(tokenizer, hidden)
         latest = prefix_tokens - _LAST_TOKENS - len(detail)
         if prefix_tokens < SMALLEST_PREFIX or latest < _FIRST_TOKENS:
             raise ConfigInvalid(
@@ -154,7 +154,7 @@ def _filler(tokenizer: Any, documents: Sequence[Document], wanted: int, chance: 
     for document in chance.sample(documents, len(documents)):
         if len(found) >= wanted:
             break
-        found += _plain(tokenizer, document.text[:_MOST_CHARACTERS] + "\n\n")
+        found += plain_tokens(tokenizer, document.text[:_MOST_CHARACTERS] + "\n\n")
     return found
 
 
@@ -184,8 +184,8 @@ _MAKERS: dict[Task, Callable[[random.Random, int], tuple[str, str, str]]] = {
 
 def _question_and_answer(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[int]]:
     """Tokens of both as they are behind one another; each by itself where a token would span the boundary."""
-    asked, whole = _plain(tokenizer, question), _plain(tokenizer, question + answer)
-    wanted = whole[len(asked) :] if whole[: len(asked)] == asked else _plain(tokenizer, answer)
+    asked, whole = plain_tokens(tokenizer, question), plain_tokens(tokenizer, question + answer)
+    wanted = whole[len(asked) :] if whole[: len(asked)] == asked else plain_tokens(tokenizer, answer)
     if not asked or not wanted or len(asked) + len(wanted) > QUESTION_TOKENS:
         raise ConfigInvalid(
             f"Question and answer take {len(asked)} and {len(wanted)} tokens; {QUESTION_TOKENS} together is the limit.",

@@ -62,9 +62,10 @@ def _head(report: dict[str, Any]) -> str:
     summary, sizes, source = report["summary"], report["sizes"], report["source"]
     at_8k = sizes["cache_ratio_by_tokens"]["8192"]
     verdict = "" if report["gate"]["passed"] else _failed(report)
+    commit = f" at commit `{source['commit'][:12]}`" if source["commit"] else ""
     return f"""# {escape(report["target"]["repo"].split("/")[-1])}
 
-{verdict}[{escape(source["repo"])}](https://huggingface.co/{source["repo"]}) at commit `{source["commit"][:12]}`, with a
+{verdict}[{escape(source["repo"])}](https://huggingface.co/{source["repo"]}){commit}, with a
 codec that stores its KV cache **{summary["ratio"]:.1f} times smaller** than bfloat16 (coded tokens;
 {at_8k:.1f} times for a whole cache of 8,192 tokens) at a mean KL of **{summary["kl_mean"]:.4f} nats** a token and
 **{100 * summary["top1"]:.1f} %** top-1 agreement with the uncompressed cache, on held-out text.
@@ -284,7 +285,8 @@ def _codec(report: dict[str, Any]) -> str:
 def _figures(report: dict[str, Any], *names: str) -> str:
     """The pictures of these names that there are, each with its caption and a link to its data."""
     return "".join(
-        f"![{figure['name']}](figures/{figure['image']})\n\n{figure['caption']} [Data](figures/{figure['data']}).\n\n"
+        f"![{figure['name'].replace('_', ' ')}](figures/{figure['image']})\n\n"
+        f"{figure['caption']} [Data](figures/{figure['data']}).\n\n"
         for figure in report["figures"]
         if figure["name"] in names
     )

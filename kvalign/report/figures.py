@@ -286,7 +286,7 @@ def _ring(axis: Axes, chosen: Point, lowest: float) -> None:
 
 
 def bits(folder: Path, at_rest: Mapping[Kind, Array], resident: Mapping[Kind, Array], layers: Sequence[int]) -> Drawn:
-    """Bits of each stored component, [R] a kind, and mean bits a number in the resident cache, one a layer.
+    """Bits of each stored component, [R] a kind, R may be 0, and mean bits a number in the resident cache, one a layer.
 
     Without anything resident the second panel is left out.
     """
@@ -310,7 +310,6 @@ def _bits_figure(at_rest: Mapping[Kind, Array], resident: Mapping[Kind, Array], 
     for kind in _kinds(at_rest):
         coded = at_rest[kind]
         assert coded.ndim == 1
-        assert coded.size
         assert np.isfinite(coded).all()
         look = {**_BY_KIND[kind], "marker": _BY_KIND[kind]["marker"] if coded.size <= _RUNNING else ""}
         stored.plot(np.arange(1, coded.size + 1), coded, label=kind, linewidth=1.6, markersize=5, **look)
@@ -327,7 +326,7 @@ def _bits_figure(at_rest: Mapping[Kind, Array], resident: Mapping[Kind, Array], 
         axis.set(title="Resident", ylabel="Mean bits a number")
         _layer_axis(axis, layers)
     for axis, found in zip((stored, *held), (at_rest, resident), strict=False):
-        axis.set_ylim(0, max(1.0, *(1.08 * float(one.max()) for one in found.values())))
+        axis.set_ylim(0, max(1.0, *(1.08 * float(one.max(initial=0)) for one in found.values())))
         axis.grid(alpha=0.3)
     _legend(figure, stored, *held)
     return figure

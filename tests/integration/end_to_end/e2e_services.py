@@ -30,6 +30,8 @@ from devhub.names import parse_repo_spec
 
 KVALIGN = str(Path(sys.executable).with_name("kvalign"))
 ADA, ADA_READS, BEN = (f"hf_{secrets.token_hex(17)}" for _ in range(3))
+# What conversions compile is the same for all services; a minute for each of them otherwise.
+COMPILED = Path(__file__).parents[3] / ".cache" / "compiled"
 STAGES = ["preflight", "pull", "calibrate", "align", "fit", "validate", "report", "publish"]
 CHILD = "worker.child"
 LONG = {"tokens": 100_000, "sequence_length": 96}  # a calibration of about a thousand sequences
@@ -329,6 +331,9 @@ def running_services(folder: Path, hub: DevHub) -> Iterator[Services]:
     """Redis, a worker and the API on a folder, ready to take jobs."""
     with contextlib.ExitStack() as stack:
         port = free_port()
+        (folder / "data").mkdir()
+        COMPILED.mkdir(parents=True, exist_ok=True)
+        (folder / "data" / "cache").symlink_to(COMPILED)
         settings = {
             "KVALIGN_DATA_DIR": str(folder / "data"),
             "KVALIGN_DATABASE_URL": f"sqlite:///{folder / 'jobs.db'}",

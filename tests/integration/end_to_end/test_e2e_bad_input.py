@@ -181,7 +181,7 @@ def test_a_failed_gate_shows_what_was_measured(stocked: Services, submitted: dic
     assert all(line in job["error"]["message"] for line in report["gate"]["failures"])
     card = ada.ask("GET", f"{job['links']['report']}/README.md").raise_for_status().text
     assert "Not published" in card
-    assert "![head_alignment](figures/head_alignment.png)" in card
+    assert "![head alignment](figures/head_alignment.png)" in card
     assert ada.ask("GET", f"{job['links']['report']}/figures/head_alignment.png").raise_for_status().content
     assert stocked.person(BEN).ask("GET", job["links"]["report"]).status_code == 404
 

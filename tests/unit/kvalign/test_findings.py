@@ -18,6 +18,7 @@ from kvalign.evaluate.protocol import prepare
 from kvalign.evaluate.speed import measure_speed
 from kvalign.evaluate.validation import Validation
 from kvalign.geometry import KINDS, Geometry, Kind, LayerGeometry
+from kvalign.report import figures
 from kvalign.report.draw import draw
 from kvalign.report.findings import Findings, up_to
 from kvalign.statistics import Statistics, feature_groups
@@ -91,11 +92,19 @@ def test_shares_of_sensitivity_weigh_errors_of_the_layers_own_size() -> None:
     spread = torch.tensor([1.0, 1.0, 2.0, 2.0])
     columns: dict[Kind, torch.Tensor] = {kind: torch.randn(4000, 4, generator=generator) * spread for kind in KINDS}
     statistics.update(columns, torch.zeros(4000, 0))
+    statistics.update_sensitivity({kind: torch.zeros(10, 4) for kind in KINDS}, torch.ones(10))
+    assert sensitivity_shares(statistics) == {}
     slopes: dict[Kind, torch.Tensor] = {"keys": torch.ones(10, 4), "values": torch.zeros(10, 4)}
     statistics.update_sensitivity(slopes, torch.ones(10))
     shares = sensitivity_shares(statistics)
     assert shares["values"].tolist() == [0, 0]
     torch.testing.assert_close(shares["keys"], torch.tensor([0.2, 0.8]), rtol=0.1, atol=0.02)
+
+
+def test_a_kind_of_which_nothing_is_stored_is_drawn_as_nothing(tmp_path: Path) -> None:
+    drawn = figures.bits(tmp_path, {"keys": np.array([2.0, 1.0]), "values": np.zeros(0)}, {}, [])
+    assert json.loads((tmp_path / drawn.data).read_text())["at_rest"] == {"keys": [2.0, 1.0], "values": []}
+    figures.bits(tmp_path, {"keys": np.zeros(0), "values": np.zeros(0)}, {}, [])
 
 
 def test_texts_are_taken_up_to_a_length() -> None:
