@@ -1,9 +1,9 @@
 """Steps and symbols. A step is a number of sixteenths of an octave, so that tables and artifacts hold integers."""
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from kvalign.compiled import njit
 from kvalign.entropy.classes import LOWEST, SIXTEENTHS
 
 LARGEST_SYMBOL = 1 << 26

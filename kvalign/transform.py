@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvalign.align.basis import Basis
+from kvalign.compiled import njit
 from kvalign.entropy.classes import LOWEST
 from kvalign.entropy.rans import CLASS_LIMIT
 from kvalign.statistics import FeatureGroup

@@ -7,9 +7,9 @@ Compiled code holds the class limits: a change of classes.py is a change here.
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from kvalign.compiled import njit
 from kvalign.entropy.classes import CLASSES, ESCAPE, HIGHEST, LARGEST, LOWEST, PRECISION_BITS, Tables
 from kvalign.errors import PayloadInvalid
 

@@ -12,13 +12,12 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvalign.compiled import njit, numba, prange
 from kvalign.kernels.reference import TRIED_SCALES
 from kvalign.resident.layout import PAGE_TOKENS, SCALE_BIAS, SCALE_STEPS
 from kvalign.resident.plan import GroupPlan, SidePlan

@@ -9,8 +9,9 @@ for every budget at once. Staniszewski and Lancucki 2025, arXiv 2511.01815. Know
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from kvalign.compiled import njit
 
 SIZES = (1, 16, 64, 256, 1024)
 # fp8 is E4M3.
