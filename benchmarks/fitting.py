@@ -20,11 +20,10 @@ from kvalign.resident.cache import coded_layers
 from kvalign.resident.fit import fit_resident
 from kvalign.resident.stored import StoredResident
 from kvalign.statistics import Statistics
-from kvalign.text import Document, token_sequences
+from kvalign.text import Document, kept_aside, token_sequences
 
 SINK_TOKENS = 4
 _SEQUENCE_TOKENS = 1024
-_KEPT_ASIDE = 8  # as convert: one sequence in eight is left to fit scales and tables on
 _TABLE_RATIO = 20.0
 
 
@@ -79,7 +78,7 @@ def calibrated(subject: Subject, documents: Sequence[Document], *, tokens: int, 
     """The passes of a conversion over as much text as there is, up to `tokens`."""
     length = min(_SEQUENCE_TOKENS, subject.position_limit)
     sequences = calibration_sequences(subject, documents, tokens=tokens, length=length, seed=seed)
-    aside = sequences[-max(1, len(sequences) // _KEPT_ASIDE) :]
+    aside = kept_aside(sequences)
     basis = sequences[: len(sequences) - len(aside)] or sequences
 
     with tempfile.TemporaryDirectory() as folder:

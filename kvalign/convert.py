@@ -55,6 +55,7 @@ from kvalign.text import (
     builtin_documents,
     evaluation_windows,
     fingerprint,
+    kept_aside,
     read_documents,
     refuse_overlap,
     token_sequences,
@@ -69,7 +70,6 @@ _STATISTICS_NAME = "statistics.safetensors"
 _DRAWN_NAME = "drawn.json"
 _BASES_NAME = "bases.safetensors"
 _MAX_LISTED_DOCUMENTS = 1000
-_KEPT_ASIDE = 8  # one calibration sequence in eight is left to fit
 _ROUGH_WINDOWS = 4
 _START_RATIO = 20.0
 # Measured on SmolLM2 (docs/log.md): 0.25 to 0.4 give the same ratio at equal KL, larger loses again.
@@ -429,8 +429,7 @@ class _Conversion:
 
     @property
     def _kept_aside_sequences(self) -> list[Tensor]:
-        """The last eighth of the calibration text; all of it where it is a single sequence."""
-        return self._sequences[-max(1, len(self._sequences) // _KEPT_ASIDE) :]
+        return kept_aside(self._sequences)
 
     @cached_property
     def _kept_aside(self) -> list[Captured]:

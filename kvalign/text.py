@@ -21,6 +21,7 @@ _MAX_DATASET_BYTES = 2 * 1024**3
 # A shorter document may well be a phrase of another without being copied.
 _TELLING_CHARACTERS = 200
 _MOST_COMPARED = 10**10  # characters
+_KEPT_ASIDE = 8
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ def token_sequences(documents: list[Document], tokenizer: Any, *, tokens: int, l
             _ask_for_less("calibration.tokens", len(chosen) * length),
         )
     return [torch.tensor(sequence) for sequence in chosen]
+
+
+def kept_aside(sequences: Sequence[Tensor]) -> list[Tensor]:
+    """The last eighth of calibration sequences, at least one: bases do not see them, scales and tables are theirs."""
+    return list(sequences[-max(1, len(sequences) // _KEPT_ASIDE) :])
 
 
 def evaluation_windows(

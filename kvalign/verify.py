@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from kvalign import accounting
 from kvalign.artifact import Artifact, load_artifact, sha256_of
-from kvalign.capture import load_model, load_tokenizer
-from kvalign.config import describe
+from kvalign.capture import capture, load_model, load_tokenizer
+from kvalign.config import BUILTIN_DATASET, describe
 from kvalign.errors import ArtifactInvalid, DatasetInvalid
 from kvalign.evaluate.coders import coders_of
 from kvalign.evaluate.comparison import measure_baselines
@@ -25,8 +25,17 @@ from kvalign.evaluate.validation import DomainResult, Validation
 from kvalign.load import fetch, model_folder
 from kvalign.report import card
 from kvalign.report.draw import FOLDER as FIGURES
+from kvalign.report.findings import pictured_heads
 from kvalign.report.schema import SCHEMA_VERSION, Report
-from kvalign.text import Document, builtin_documents, evaluation_windows, fingerprint, read_documents
+from kvalign.text import (
+    Document,
+    builtin_documents,
+    evaluation_windows,
+    fingerprint,
+    kept_aside,
+    read_documents,
+    token_sequences,
+)
 
 # Another machine sums in another order: a symbol at a rounding edge may fall to its other side.
 _RATIO_TOLERANCE = 0.01
@@ -34,6 +43,7 @@ _TOP1_TOLERANCE = 0.01
 _TAIL_TOLERANCE = 0.25
 _GREEDY_TOLERANCE = 0.15  # of the longest: a near tie that falls the other way ends one window's agreement
 _RECALL_ITEMS = 2
+_LIKENESS_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,8 @@ def verify(
 
     Raises ArtifactInvalid when there is no report or the parts do not fit each other, DatasetInvalid for other text.
     Cost: about fifteen passes over the validation windows, and the recall tasks.
-    Not measured again: KVTC, which needs the calibration text; likeness of heads, which does too; speed.
+    Not measured again: KVTC, which would be fitted on the calibration text for minutes; likeness of heads, where that
+    text did not come with kvalign; speed.
     """
     folder = fetch(repo_or_folder, report=True, **where)
     artifact = load_artifact(folder)
@@ -201,6 +212,7 @@ def _quality(
         tolerance = _GREEDY_TOLERANCE * told["new_tokens"]
         yield Claim(f"{name}: agreeing greedy tokens", told["mean_agreeing_tokens"], measured, tolerance)
     yield from _recall_claims(model, tokenizer, documents, coders, report["recall"])
+    yield from _head_claims(model, tokenizer, artifact, report, prepared)
 
 
 def _baseline_claims(
@@ -256,6 +268,22 @@ def _domain_claims(name: str, claimed: dict[str, Any], found: DomainResult) -> I
     yield Claim(f"{name}: mean KL", claimed["kl_mean"], found.summary.kl_mean, _half_interval(claimed))
     yield Claim(f"{name}: KL p99", claimed["kl_p99"], found.summary.kl_p99, _TAIL_TOLERANCE * claimed["kl_p99"])
     yield Claim(f"{name}: top-1 agreement", claimed["top1"], found.summary.top1, _TOP1_TOLERANCE)
+
+
+def _head_claims(
+    model: Any, tokenizer: Any, artifact: Artifact, report: dict[str, Any], prepared: list[PreparedWindow]
+) -> Iterator[Claim]:
+    """Where the calibration text came with kvalign: rotations are fitted on it."""
+    told, documents = report["calibration"], builtin_documents("calibration")
+    if told["dataset"] != BUILTIN_DATASET or fingerprint(documents) != told["fingerprint"]:
+        return
+    lengths = {"tokens": told["tokens"], "length": told["sequence_length"], "seed": told["seed"]}
+    fitting = kept_aside(token_sequences(documents, tokenizer, **lengths))
+    found = pictured_heads(model, artifact, list(capture(model, artifact.shape, iter(fitting))), prepared)
+    for kind, claimed in report["head_alignment"].items():
+        pictures = found[kind]
+        for name, measured in {"before": pictures.mean_before, "after": pictures.mean_after}.items():
+            yield Claim(f"{kind}: likeness of heads {name} rotation", claimed[name], measured, _LIKENESS_TOLERANCE)
 
 
 def _half_interval(claimed: dict[str, Any]) -> float:

@@ -93,14 +93,7 @@ def examine(
     Cost: see measure_heads, fit_kvtc, measure_baselines, measure_speed.
     """
     on_progress("the heads")
-    # Every second window first: those of one domain follow each other.
-    held_out = [torch.cat([w.window.prefix, w.window.continuation]) for w in (*prepared[::2], *prepared[1::2])]
-    heads = measure_heads(
-        artifact.shape.geometry,
-        lambda: kept_aside,
-        lambda: capture(model, artifact.shape, iter(up_to(held_out, HEAD_TOKENS))),
-        sink_tokens=artifact.sink_tokens,
-    )
+    heads = pictured_heads(model, artifact, kept_aside, prepared)
     on_progress("fitting KVTC")
     kvtc = _fitted_kvtc(artifact, statistics, kept_aside, ratio)
     baselines = measure_baselines(
@@ -119,6 +112,20 @@ def examine(
         sensitivity_shares(statistics),
         tuple(baselines),
         measure_speed(model, artifact.codec(model), prepared[0]),
+    )
+
+
+def pictured_heads(
+    model: Any, artifact: Artifact, kept_aside: Sequence[Captured], prepared: Sequence[PreparedWindow]
+) -> dict[Kind, HeadPictures]:
+    """As a report shows them: fitted on calibration text, measured on windows of every domain."""
+    # Every second window first: those of one domain follow each other.
+    held_out = [torch.cat([w.window.prefix, w.window.continuation]) for w in (*prepared[::2], *prepared[1::2])]
+    return measure_heads(
+        artifact.shape.geometry,
+        lambda: kept_aside,
+        lambda: capture(model, artifact.shape, iter(up_to(held_out, HEAD_TOKENS))),
+        sink_tokens=artifact.sink_tokens,
     )
 
 

@@ -264,7 +264,17 @@ class FigureFiles(_Part):
 
 
 class CalibrationFacts(_Part):
-    model_config = ConfigDict(frozen=True, extra="allow")
+    """The calibration text, by the SHA-256 of its documents, and how it was read; metric of the sensitivity."""
+
+    dataset: str
+    domains: list[str]
+    documents: list[Sha256]
+    fingerprint: Sha256
+    sequences: Count
+    sequence_length: Count
+    tokens: Count
+    metric: str
+    seed: Count
 
 
 class ValidationFacts(_Part):

@@ -76,7 +76,10 @@ def build(
             "domains": ["code", "stories"],
             "documents": ["0" * 64],
             "fingerprint": "f" * 64,
+            "sequences": 32,
+            "sequence_length": 1024,
             "tokens": 32_768,
+            "metric": "gradient",
             "seed": 0,
         }
     }

@@ -14,6 +14,7 @@ from kvalign.cli import main
 from kvalign.config import ConversionConfig
 from kvalign.convert import convert
 from kvalign.errors import ArtifactInvalid, DatasetInvalid
+from kvalign.text import read_documents
 from kvalign.verify import Claim, verify
 
 Folders = Callable[[str], Path]
@@ -190,3 +191,17 @@ def test_several_reports_are_shown_side_by_side(made: Path, copy: Path) -> None:
     one = CliRunner().invoke(main, ["compare", str(made), str(made)])
     assert one.exit_code == 2
     assert "two different converted models" in one.output
+
+
+def test_likeness_of_heads_is_measured_again_where_the_calibration_text_is_known(
+    made: Path, copy: Path, tiny_folder: Folders, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = read_documents(made.parent / "calibration.txt")
+    monkeypatch.setattr("kvalign.verify.builtin_documents", lambda part: calibration)
+    names = [
+        f"{kind}: likeness of heads {when} rotation" for kind in ("keys", "values") for when in ("before", "after")
+    ]
+    claims = {claim.name: claim for claim in verify(made, base=tiny_folder("llama"), text=text)}
+    assert all(claims[name].holds for name in names)
+    changed(copy, lambda report: report["head_alignment"]["values"].update(after=0.999))
+    assert names[3] in failing(verify(copy, base=tiny_folder("llama"), text=text))
