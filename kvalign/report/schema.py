@@ -5,15 +5,25 @@ docs/report.schema.json is made from here; a change of form raises SCHEMA_VERSIO
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 SCHEMA_VERSION = 2
+
+
+def _with_8192(ratios: dict[str, float]) -> dict[str, float]:
+    """What cards and comparisons show."""
+    if "8192" not in ratios:
+        raise ValueError("there is no ratio at 8192 tokens")
+    return ratios
+
 
 Nats = Annotated[float | None, Field(description="nats a token; null where not a number")]
 Share = Annotated[float, Field(ge=0, le=1)]
 Ratio = Annotated[float, Field(gt=0)]
 Bytes = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
+Tokens = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,9}$")]
+ByTokens = Annotated[dict[Tokens, Ratio], AfterValidator(_with_8192)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -58,6 +68,15 @@ class Source(_Part):
     carried: dict[str, Any]
 
 
+class TargetFacts(_Part):
+    """What was asked for: the repo to publish to, and its layout."""
+
+    repo: str
+    visibility: Literal["private", "public"]
+    layout: Literal["full", "codec"]
+    on_existing: Literal["fail", "update"]
+
+
 class CodecFacts(_Part):
     """The at-rest codec. recommended_step in sixteenths of an octave; ranks and features by feature group."""
 
@@ -88,8 +107,8 @@ class Sizes(_Part):
     ratio_means: str
     coded_ratio: Ratio
     cache_ratio_means: str
-    cache_ratio_by_tokens: dict[str, Ratio]
-    cache_ratio_with_artifact_spread_over_tokens: dict[str, Ratio]
+    cache_ratio_by_tokens: ByTokens
+    cache_ratio_with_artifact_spread_over_tokens: dict[Tokens, Ratio]
     raw_bytes_per_token: Bytes
     measured_payloads: Payloads
     artifact_bytes: Bytes
@@ -170,7 +189,7 @@ class Resident(_Part):
     coded_ratio_means: str
     coded_ratio: Ratio
     cache_ratio_means: str
-    cache_ratio_by_tokens: dict[str, Ratio]
+    cache_ratio_by_tokens: ByTokens
     quality: ResidentQuality
     kernel: Kernel
 
@@ -205,7 +224,7 @@ class RecallTask(_Part):
     difficulty counts pairs of a key_value list, or digits of a needle; scores are shares of items, by cache
     """
 
-    task: str
+    task: Literal["key_value", "needle"]
     applicable: bool
     difficulty: Count
     items: Count
@@ -252,6 +271,11 @@ class Heads(_Part):
     says: str
 
 
+class ByKind(_Part):
+    keys: Heads
+    values: Heads
+
+
 class FigureFiles(_Part):
     """A picture and the data behind it, in the folder figures."""
 
@@ -282,7 +306,7 @@ class ValidationFacts(_Part):
 
     dataset: str
     domains: list[str]
-    windows: Count
+    windows: Annotated[int, Field(ge=1)]
     fingerprint: Sha256
 
 
@@ -300,7 +324,7 @@ class Report(_Part):
     summary: Overview
     gate: GateVerdict
     source: Source
-    target: dict[str, Any]
+    target: TargetFacts
     codec: CodecFacts
     sizes: Sizes
     quality: AtRestQuality
@@ -310,7 +334,7 @@ class Report(_Part):
     recall: list[RecallTask]
     greedy: dict[str, GreedyText]
     speed: Speed
-    head_alignment: dict[Literal["keys", "values"], Heads]
+    head_alignment: ByKind
     figures: list[FigureFiles]
     calibration: CalibrationFacts
     validation: ValidationFacts

@@ -205,3 +205,50 @@ def test_likeness_of_heads_is_measured_again_where_the_calibration_text_is_known
     assert all(claims[name].holds for name in names)
     changed(copy, lambda report: report["head_alignment"]["values"].update(after=0.999))
     assert names[3] in failing(verify(copy, base=tiny_folder("llama"), text=text))
+
+
+def _without_8192(report: dict[str, Any]) -> None:
+    del report["sizes"]["cache_ratio_by_tokens"]["8192"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _without_8192,
+        lambda report: report["sizes"].update(cache_ratio_by_tokens={"abc": 2.0, "8192": 1.0}),
+        lambda report: report["recall"][0].update(task="other"),
+        lambda report: report["target"].clear(),
+        lambda report: report["head_alignment"].pop("keys"),
+        lambda report: report["validation"].update(windows=0),
+        lambda report: report["calibration"].pop("seed"),
+    ],
+)
+def test_reports_without_what_is_needed_are_refused_before_anything_is_measured(
+    copy: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    changed(copy, change)
+    with pytest.raises(ArtifactInvalid, match=r"holds no report\.json that this kvalign reads"):
+        verify(copy)
+    done = CliRunner().invoke(main, ["compare", str(copy), str(copy.parent / "other")])
+    assert done.exit_code == 1
+    assert "holds no report.json that this kvalign reads" in done.output
+
+
+def test_claims_that_cannot_be_measured_or_are_left_out_do_not_hold(
+    copy: Path, tiny_folder: Folders, text: Path
+) -> None:
+    def change(report: dict[str, Any]) -> None:
+        report["quality"]["overall"].update(kl_mean=None, kl_low=None, kl_high=None, kl_p99=None)
+        report["greedy"]["elsewhere"] = report["greedy"]["at rest"]
+        del report["recall"][0]
+        # An interval as wide as all numbers does not make a false claim hold.
+        report["resident"]["quality"]["overall"].update(kl_mean=0.5, kl_low=0.0, kl_high=100.0)
+
+    changed(copy, change)
+    assert {
+        "all text: mean KL",
+        "all text: KL p99",
+        "elsewhere: agreeing greedy tokens",
+        "recall, key_value: is in the report",
+        "resident, all text: mean KL",
+    } <= set(failing(verify(copy, base=tiny_folder("llama"), text=text)))
