@@ -1,8 +1,13 @@
 """Settings of the API, from KVALIGN_* environment variables: the worker's, which it shares, and its own."""
 
-from pydantic import Field
+import re
+
+from pydantic import Field, SecretStr, field_validator
 
 from worker.settings import WorkerSettings
+
+_GIB = 2**30
+_VISIBLE = re.compile(r"[\x21-\x7e]+")
 
 
 class ServiceSettings(WorkerSettings):
@@ -14,6 +19,8 @@ class ServiceSettings(WorkerSettings):
     sse_poll_s            seconds between two looks for news of a job
     sse_keepalive_s       seconds of silence after which a stream sends a comment
     streams_per_tenant    event streams one account may have open
+    metrics_token         what /metrics asks of those who read it; open to all unless set
+    free_disk_min_bytes   `kvalign doctor` fails a workspace disk with less than this free
     """
 
     host: str = "127.0.0.1"
@@ -24,3 +31,12 @@ class ServiceSettings(WorkerSettings):
     sse_poll_s: float = Field(default=0.5, gt=0)
     sse_keepalive_s: float = Field(default=15.0, gt=0)
     streams_per_tenant: int = Field(default=20, ge=1)
+    metrics_token: SecretStr | None = None
+    free_disk_min_bytes: int = Field(default=5 * _GIB, ge=0)
+
+    @field_validator("metrics_token")
+    @classmethod
+    def _fits_a_header(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None and not _VISIBLE.fullmatch(token.get_secret_value()):
+            raise ValueError("must be visible ASCII characters, at least one, or not be set at all")
+        return token

@@ -12,12 +12,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, create_engine, event, func, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.orm import Session
@@ -33,6 +36,22 @@ T = TypeVar("T")
 _MIGRATIONS = Path(__file__).parent / "migrations"
 
 
+@dataclass(frozen=True)
+class Revision:
+    """How far a database has been migrated.
+
+    found  its migration; None when it has no tables of ours yet
+    known  the migrations of this kvalign, the oldest first
+    """
+
+    found: str | None
+    known: tuple[str, ...]
+
+    @property
+    def head(self) -> str:
+        return self.known[-1]
+
+
 class Database:
     """Transactions on one database; safe to share between threads, not across a fork (see close)."""
 
@@ -45,14 +64,18 @@ class Database:
     def open(cls, url: str) -> "Database":
         """Connect and migrate. Raises ConfigInvalid for a URL that names neither SQLite nor PostgreSQL."""
         parsed = _checked_url(url)
-        engine = create_engine(parsed, **_options(parsed))
-        if parsed.get_backend_name() == "sqlite":
-            event.listen(engine, "connect", _prepare_sqlite)
-            event.listen(engine, "begin", _begin_sqlite)
-        database = cls(engine)
+        database = cls(_engine(parsed))
         with _opening_lock(parsed):
             database._migrate()
         return database
+
+    @classmethod
+    def as_found(cls, url: str) -> "Database | None":
+        """One that is looked at and not migrated; None for a SQLite file that is not there. Raises ConfigInvalid."""
+        parsed = _checked_url(url)
+        if parsed.get_backend_name() == "sqlite" and not Path(str(parsed.database)).exists():
+            return None
+        return cls(_engine(parsed))
 
     @contextmanager
     def read(self) -> Iterator[Session]:
@@ -72,6 +95,12 @@ class Database:
         if self.is_postgresql:
             return session.execute(select(func.clock_timestamp())).scalar_one().astimezone(UTC)
         return datetime.now(UTC)
+
+    def revision(self) -> "Revision":
+        """Which migration the tables are at. Changes nothing."""
+        known = [script.revision for script in ScriptDirectory(str(_MIGRATIONS)).walk_revisions()]
+        with self._reader.connect() as connection:
+            return Revision(MigrationContext.configure(connection).get_current_revision(), tuple(reversed(known)))
 
     def close(self) -> None:
         """Close every idle connection; the next transaction opens a new one.
@@ -106,6 +135,14 @@ def _checked_url(url: str) -> URL:
     if parsed.get_backend_name() == "sqlite" and parsed.database in {None, "", ":memory:"}:
         raise ConfigInvalid("A database in memory cannot be shared between processes.", remedy)
     return parsed
+
+
+def _engine(url: URL) -> Engine:
+    engine = create_engine(url, **_options(url))
+    if url.get_backend_name() == "sqlite":
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+    return engine
 
 
 def _options(url: URL) -> dict[str, Any]:
