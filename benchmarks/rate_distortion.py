@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from benchmarks.comparison import (
     PROTOCOLS,
@@ -32,19 +31,16 @@ from benchmarks.environment import describe, say, write_json
 from benchmarks.fitting import SINK_TOKENS, Calibration, Subject, artifact_bytes, calibrated, fitted
 from benchmarks.held_out import both_protocols, draw_windows, window_lengths
 from kvalign import fit
-from kvalign.accounting import PayloadSizes
-from kvalign.codec import Codec
 from kvalign.convert import TOKEN_BETA
 from kvalign.evaluate.baselines import Baseline, Fp8, Kivi, fit_kvtc
-from kvalign.evaluate.protocol import FLOOR_LIMIT, CacheCoder, PreparedWindow, try_coder
+from kvalign.evaluate.coders import round_trip
+from kvalign.evaluate.comparison import KIVI_BITS, KVTC_VALUE_WEIGHTS
+from kvalign.evaluate.protocol import FLOOR_LIMIT, PreparedWindow, try_coder
 from kvalign.text import Document, Window, fingerprint, read_documents, refuse_overlap
 
 # Coded-token ratios aimed at; what is reported is what the bytes give.
 OUR_RATIOS = (4.0, 10.0, 24.0, 45.0, 80.0, 140.0, 250.0, 450.0, 800.0)
 KVTC_RATIOS = (8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
-# How much squared error in values counts against keys: the better of the two makes KVTC's curve.
-KVTC_VALUE_WEIGHTS = (1.0, 4.0)
-KIVI_BITS = (4, 3, 2)
 
 
 def main() -> None:
@@ -168,16 +164,6 @@ def all_contenders(subject: Subject, calibration: Calibration, token_beta: float
         Contender("kivi", f"{bits} bit", Baseline(shape, Kivi(shape, bits), SINK_TOKENS), 0) for bits in KIVI_BITS
     ]
     return [*contenders, Contender("fp8", "e4m3", Baseline(shape, Fp8(shape), SINK_TOKENS), 0)]
-
-
-def round_trip(codec: Codec, step: int) -> CacheCoder:
-    """Our codec at a step: the only place where this benchmark calls it."""
-
-    def coder(prepared: PreparedWindow) -> tuple[DynamicCache, PayloadSizes]:
-        data = codec.encode(prepared.cache, input_ids=prepared.window.prefix[None], step=step, watched=prepared.watched)
-        return codec.decode_dense(data), codec.sizes(data)
-
-    return coder
 
 
 def score(model: Any, contender: Contender, own: PreparedWindow, other: PreparedWindow) -> list[Scored]:

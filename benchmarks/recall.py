@@ -19,6 +19,7 @@ from kvalign import accounting
 from kvalign.accounting import PayloadSizes
 from kvalign.artifact import Artifact, load_artifact
 from kvalign.codec import Codec
+from kvalign.evaluate.coders import round_trip
 from kvalign.evaluate.protocol import PreparedWindow
 from kvalign.evaluate.recall import RecallResult, measure_recall
 from kvalign.text import builtin_documents
@@ -45,10 +46,9 @@ class Setting:
         return f"step {self.step}, token_beta {self.token_beta:g}"
 
     def __call__(self, prepared: PreparedWindow) -> DynamicCache:
-        prefix = prepared.window.prefix[None]
-        data = self.codec.encode(prepared.cache, input_ids=prefix, watched=prepared.watched, step=self.step)
-        self.sizes.setdefault(prepared.window.domain, []).append(self.codec.sizes(data))
-        return self.codec.decode_dense(data)
+        cache, sizes = round_trip(self.codec, self.step)(prepared)
+        self.sizes.setdefault(prepared.window.domain, []).append(sizes)
+        return cache
 
     def ratio(self, task: str) -> float:
         return accounting.coded_ratio(self.codec.shape.geometry, accounting.merged(self.sizes[task]))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import describe, say, write_json
+from kvalign.align.procrustes import different_heads
 from kvalign.evaluate.heads import head_pictures
 from kvalign.geometry import KINDS, Kind
 from kvalign.report import figures
@@ -57,13 +58,12 @@ def main() -> None:
         )
         maps[kind] = HeadMaps(before.numpy(), after.numpy())
         channels[kind] = ActivationMaps(absolute.numpy(), variance.numpy())
-        different = ~torch.eye(arguments.heads, dtype=torch.bool)
         rows.append(
             {
                 "kind": kind,
                 "seconds": round(time.perf_counter() - started - (made - made_before), 2),
-                "before": round(float(before[different].mean()), 4),
-                "after": round(float(after[different].mean()), 4),
+                "before": round(different_heads(before), 4),
+                "after": round(different_heads(after), 4),
             }
         )
         say(str(rows[-1]))

@@ -14,7 +14,7 @@ finished one, and calibration after its last checkpoint.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib import metadata
@@ -32,7 +32,7 @@ from kvalign.config import ConversionConfig
 from kvalign.errors import ConfigInvalid, QualityGate
 from kvalign.evaluate.coders import coders_of
 from kvalign.evaluate.greedy import measure_greedy
-from kvalign.evaluate.protocol import Coder, PreparedWindow, prepare
+from kvalign.evaluate.protocol import Coder, PreparedWindow, prepare, spread
 from kvalign.evaluate.recall import RecallResult, measure_recall
 from kvalign.evaluate.resident import ResidentResult, measure_resident
 from kvalign.evaluate.search import Measurement, Target, measure, search_step
@@ -120,8 +120,9 @@ def convert(
     conversion = _Conversion(source_dir, config, calibration_path, validation_path)
     base = BaseModel.of(source_dir, repo=config.source.repo, commit=source_commit)
     stages = Stages(work_dir, on_progress, conversion.root_inputs(base))
-    finished, report = conversion.run(stages, base, out_dir)
+    finished, report, figures = conversion.run(stages, base)
     out_dir.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(figures, out_dir / FIGURES, dirs_exist_ok=True)
     if config.target.layout == "full":
         write_weight_index(source_dir, out_dir)
     (out_dir / "report.json").write_text(to_json(report), encoding="utf-8")
@@ -184,7 +185,8 @@ class _Conversion:
             "layer_group_size": self._config.codec.layer_group_size,
         }
 
-    def run(self, stages: Stages, base: BaseModel, out_dir: Path) -> tuple[Artifact, dict[str, Any]]:
+    def run(self, stages: Stages, base: BaseModel) -> tuple[Artifact, dict[str, Any], Path]:
+        """The artifact, its report, and the folder of the report's figures."""
         codec_inputs = self._config.codec.model_dump(mode="json")
         validation_inputs = [self._config.validation.model_dump(mode="json"), fingerprint(self._held_out_documents)]
         statistics = stages.run(
@@ -205,7 +207,6 @@ class _Conversion:
         examined = stages.run(
             "report", None, lambda folder: self._examine(statistics(), validation(), stages, folder), Examined.load
         )
-        shutil.copytree(examined().figures, out_dir / FIGURES, dirs_exist_ok=True)
         finished = validation().artifact
         report = build_report(
             self._config,
@@ -217,7 +218,7 @@ class _Conversion:
             held_out=self._held_out_documents,
             stage_seconds=dict(stages.seconds),
         )
-        return finished, report
+        return finished, report, examined().figures
 
     # ---- stages
 
@@ -276,8 +277,8 @@ class _Conversion:
     def _validate(self, fitted: Artifact, stages: Stages, folder: Path) -> None:
         """Search roughly at full rank, cut the rank to the step found, and search and measure what will be stored."""
         prepared = self._prepared(stages, "validate")
-        spread = prepared[:: max(1, len(prepared) // _ROUGH_WINDOWS)]
-        rough = self._search(fitted.codec(self._model), spread, fitted.recommended_step, stages, tolerance=0.25)[0].step
+        few = spread(prepared, _ROUGH_WINDOWS)
+        rough = self._search(fitted.codec(self._model), few, fitted.recommended_step, stages, tolerance=0.25)[0].step
         stored = fitted.cut(rough - _FINER)
         codec = stored.codec(self._model)
         measured = self._search(codec, prepared, rough, stages, tolerance=0.06)
@@ -345,7 +346,7 @@ class _Conversion:
     def _search(
         self,
         codec: Codec,
-        prepared: list[PreparedWindow],
+        prepared: Sequence[PreparedWindow],
         start: int,
         stages: Stages,
         *,
@@ -363,7 +364,7 @@ class _Conversion:
             bounds=(fine, coarse),
         )
 
-    def _measure(self, codec: Codec, prepared: list[PreparedWindow], step: int, stages: Stages) -> Measurement:
+    def _measure(self, codec: Codec, prepared: Sequence[PreparedWindow], step: int, stages: Stages) -> Measurement:
         done = 0
 
         def on_window() -> None:

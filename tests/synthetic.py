@@ -17,13 +17,13 @@ from kvalign.accounting import PayloadSizes
 from kvalign.align.basis import fit_basis, head_weights
 from kvalign.artifact import Artifact, BaseModel, StoredGroup
 from kvalign.calibrate import calibrate
-from kvalign.capture import CacheShape, Captured, capture, measure_shape
+from kvalign.capture import CacheShape, Captured, capture, layer_tensors, measure_shape
 from kvalign.curve import OperatingPoint
 from kvalign.evaluate.comparison import BaselineResult
 from kvalign.evaluate.greedy import GreedyResult
 from kvalign.evaluate.heads import HeadPictures
 from kvalign.evaluate.metrics import Divergence, by_position, summarise
-from kvalign.evaluate.protocol import PreparedWindow, Trial
+from kvalign.evaluate.protocol import PreparedWindow, Trial, copied
 from kvalign.evaluate.recall import RecallResult
 from kvalign.evaluate.resident import ResidentResult
 from kvalign.evaluate.search import Measurement
@@ -203,6 +203,19 @@ def window_of(cache: DynamicCache) -> PreparedWindow:
     """A cache as a coder of the protocol gets it, for coders that look at nothing else."""
     nothing = torch.zeros(0, dtype=torch.int64)
     return PreparedWindow(Window("noise", nothing, nothing), cache, Watched(), torch.zeros(0), 0.0)
+
+
+def lossless(prepared: PreparedWindow) -> DynamicCache:
+    """A coder that loses nothing."""
+    return copied(prepared.cache)
+
+
+def blank(prepared: PreparedWindow) -> DynamicCache:
+    """A coder that leaves zeros."""
+    result = DynamicCache()
+    for index, (keys, values) in enumerate(layer_tensors(prepared.cache)):
+        result.update(torch.zeros_like(keys), torch.zeros_like(values), index)
+    return result
 
 
 def measured(step: int, kl: float, ratio: float, domain: str = "d") -> Measurement:

@@ -20,7 +20,8 @@ from kvalign.evaluate.protocol import CacheCoder, PreparedWindow, try_coder
 from kvalign.verbatim import verbatim_dtype
 
 PUBLISHED_KVTC_RATIO = 16.0
-KVTC_VALUE_WEIGHTS = (4.0, 1.0)
+# How much squared error in values counts against keys: the better of the two is KVTC's.
+KVTC_VALUE_WEIGHTS = (1.0, 4.0)
 KIVI_BITS = (4, 3, 2)
 # DEFLATE takes about this much off KVTC's nominal size at high ratios (docs/log.md).
 _DEFLATE_GAIN = 1.1

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from kvalign.capture import layer_tensors, position_limit, run
-from kvalign.evaluate.protocol import Coder, PreparedWindow, copied
+from kvalign.evaluate.protocol import Coder, PreparedWindow, copied, spread
 from kvalign.resident.cache import ResidentCache
 from kvalign.resident.interface import fused_attention
 
@@ -48,13 +48,13 @@ def measure_greedy(
 ) -> dict[str, GreedyResult]:
     """Continue every window from the uncompressed cache and from what each coder leaves, and compare; by coder.
 
-    prepared    at least one window, their prefixes of one length; they are left as they were. Of more than four,
+    prepared    at least one window, their prefixes of one length; they are left as they were. Of many, about
                 four spread over them are taken
     new_tokens  fewer are made where the model's positions end before
 
     Uncompressed caches are read on together, new_tokens passes for all of them; other kinds one window at a time.
     """
-    prepared = prepared[:: max(1, len(prepared) // _WINDOWS)]
+    prepared = spread(prepared, _WINDOWS)
     longest = max(window.window.prefix.numel() for window in prepared)
     new_tokens = max(0, min(new_tokens, position_limit(model) - longest))
     first = torch.stack([window.window.continuation[:1] for window in prepared])

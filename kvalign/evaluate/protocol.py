@@ -74,6 +74,11 @@ def prepare(model: Any, windows: Sequence[Window]) -> Iterator[PreparedWindow]:
         yield PreparedWindow(window, cache, watched, reference, float(floor))
 
 
+def spread(prepared: Sequence[PreparedWindow], count: int) -> Sequence[PreparedWindow]:
+    """About so many of the windows, at even distances: less than twice as many, and all where there are few."""
+    return prepared[:: max(1, len(prepared) // count)]
+
+
 @torch.no_grad()
 def read_prefix(model: Any, prefix: Tensor) -> tuple[DynamicCache, Watched]:
     """The cache after a prefix, [T] int64, and what was kept of reading it: one pass."""

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from transformers import DynamicCache
-
 from kvalign import accounting
 from kvalign.accounting import PayloadSizes
 from kvalign.codec import Codec
 from kvalign.curve import OperatingPoint
 from kvalign.errors import ConfigInvalid
+from kvalign.evaluate.coders import round_trip
 from kvalign.evaluate.metrics import Divergence, Summary, summarise
 from kvalign.evaluate.protocol import PreparedWindow, Trial, try_coder
 from kvalign.geometry import Geometry
@@ -76,11 +75,7 @@ def measure(
     model: Any, codec: Codec, prepared: Sequence[PreparedWindow], step: int, on_window: Callable[[], None]
 ) -> Measurement:
     """Protocol R at one step on every window."""
-
-    def coder(prepared: PreparedWindow) -> tuple[DynamicCache, PayloadSizes]:
-        data = codec.encode(prepared.cache, input_ids=prepared.window.prefix[None], step=step, watched=prepared.watched)
-        return codec.decode_dense(data), codec.sizes(data)
-
+    coder = round_trip(codec, step)
     trials = []
     for window in prepared:
         trials.append(try_coder(model, window, coder))

@@ -28,7 +28,6 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Part(BaseModel):
-    # A failed gate's report may tell of numbers that are none.
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import resident_models
 import torch
-from transformers import DynamicCache
+from synthetic import blank, lossless
 
 from kvalign.capture import layer_tensors, run
 from kvalign.evaluate import greedy as module
@@ -30,17 +30,6 @@ def windows(count: int, prefix: int = 60) -> list[Window]:
 
 def prepared_for(model: Any, count: int = 3, prefix: int = 60) -> list[PreparedWindow]:
     return list(prepare(model, windows(count, prefix)))
-
-
-def lossless(prepared: PreparedWindow) -> DynamicCache:
-    return copied(prepared.cache)
-
-
-def blank(prepared: PreparedWindow) -> DynamicCache:
-    result = DynamicCache()
-    for index, (keys, values) in enumerate(layer_tensors(prepared.cache)):
-        result.update(torch.zeros_like(keys), torch.zeros_like(values), index)
-    return result
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "cohere"])

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from synthetic import fitted_to
+from synthetic import blank, fitted_to, lossless
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as token_models
 from torch import Tensor
@@ -25,7 +25,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 from kvalign.capture import cache_argument, layer_tensors, run
 from kvalign.errors import ConfigInvalid, DatasetInvalid
 from kvalign.evaluate import recall
-from kvalign.evaluate.protocol import PreparedWindow, copied
+from kvalign.evaluate.protocol import PreparedWindow
 from kvalign.evaluate.recall import DIFFICULTIES, Item, RecallResult, Task, made_items, measure_recall
 from kvalign.text import Document, builtin_documents
 
@@ -186,17 +186,6 @@ def following(text: str) -> int:
 @pytest.fixture(scope="module")
 def copying() -> Any:
     return model_that_copies()
-
-
-def lossless(prepared: PreparedWindow) -> DynamicCache:
-    return copied(prepared.cache)
-
-
-def blank(prepared: PreparedWindow) -> DynamicCache:
-    result = DynamicCache()
-    for index, (keys, values) in enumerate(layer_tensors(prepared.cache)):
-        result.update(torch.zeros_like(keys), torch.zeros_like(values), index)
-    return result
 
 
 def measured(model: Any, documents: list[Document] = DOCUMENTS, **changed: Any) -> dict[str, RecallResult]:
