@@ -10,14 +10,14 @@ import numba
 from llvmlite import binding
 from numba import njit, prange
 
-__all__ = ["njit", "numba", "prange"]
+__all__ = ["WIDE_VECTORS", "njit", "numba", "prange"]
 
+_FEATURES = binding.get_host_cpu_features()
 
-def _widened() -> str | None:
-    """Numba's setting of processor features; None: as it comes."""
-    features = binding.get_host_cpu_features()
-    return f"{features.flatten()},-prefer-256-bit" if features.get("avx512fp16") else None
+WIDE_VECTORS: bool = (
+    numba.config.CPU_FEATURES is None and bool(numba.config.ENABLE_AVX) and bool(_FEATURES.get("avx512fp16"))
+)
+"""Whether compiled code uses vectors of 512 bits."""
 
-
-if numba.config.CPU_FEATURES is None and numba.config.ENABLE_AVX:
-    numba.config.CPU_FEATURES = _widened()
+if WIDE_VECTORS:
+    numba.config.CPU_FEATURES = f"{_FEATURES.flatten()},-prefer-256-bit"

@@ -1,11 +1,12 @@
 """Attention of one query on pages of codes, and what goes with it, compiled for processors (Numba).
 
-    for two pages at a time:   codes -> levels, four coefficients at a time -> scores of all queries -> online softmax
+    for two pages at a time:   codes -> levels, some coefficients at a time -> scores of all queries -> online softmax
                                codes -> levels of the values                -> sums weighted by probability
     over ranges of pages in threads, merged at the end
 
-Nothing of full length is ever dense: 4 coefficients of 256 tokens are. The loops count in unsigned numbers, because
-Numba must not guess that an index is negative: only then are they compiled to vector instructions.
+Nothing of full length is ever dense: _CHUNK coefficients of 256 tokens are. The loops count in unsigned numbers,
+because Numba must not guess that an index is negative: only then are they compiled to vector instructions. Products of
+tiles are in vectors.py.
 """
 
 import threading
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvalign.compiled import njit, numba, prange
+from kvalign.kernels import vectors
 from kvalign.kernels.reference import TRIED_SCALES
 from kvalign.resident.layout import PAGE_TOKENS, SCALE_BIAS, SCALE_STEPS
 from kvalign.resident.plan import GroupPlan, SidePlan
@@ -34,6 +36,13 @@ _TRIED = np.array(TRIED_SCALES, dtype=np.int64)
 f4, u1, U = np.float32, np.uint8, np.uint64
 U0, U1, U2, U3, U4, U16, U32, U64, U96, U128 = (U(i) for i in (0, 1, 2, 3, 4, 16, 32, 64, 96, 128))
 _BLOCK = U(2 * PAGE_TOKENS)
+_CHUNK = U(16)  # coefficients that are levels at one time; a multiple of 4
+_GROUP, _LANES, _TILE = U(vectors.GROUP), U(vectors.LANES), U(vectors.TILE_TOKENS)
+add_scores, add_score, add_sums, add_sum = vectors.add_scores, vectors.add_score, vectors.add_sums, vectors.add_sum
+look_up_16, look_up_32, look_up_64 = vectors.look_up_16, vectors.look_up_32, vectors.look_up_64
+widen_float16, widen_bfloat16 = vectors.widen_float16, vectors.widen_bfloat16
+largest, total = vectors.largest, vectors.total
+_RAW_BLOCK = U64  # tokens in 16 bit that are read at one time; a multiple of 4
 
 
 def _threads() -> int:
@@ -269,12 +278,13 @@ def _bits_above(pages, at, codes, to, shift):  # type: ignore[no-untyped-def]
 class Coded:
     """The pages of one group as the kernel reads them: gathered once, good until they change.
 
+    matrices      absorbing and releasing of the group
     counts        [N] uint64: tokens that each page holds
     keys, values  pages and log scales flat, widths, offsets and levels of coefficients, bytes of a page
     """
 
     group: GroupPlan
-    rows: int
+    matrices: tuple[NDArray[np.float32], NDArray[np.float32]]
     pages: int
     counts: NDArray[np.uint64]
     keys: tuple[Any, ...]
@@ -293,15 +303,18 @@ class Coded:
                 side.offset_array,
                 side.centred,
                 U(side.layout.page_bytes),
+                side.levels.numpy().reshape(-1),
             )
             for side, (codes, scales) in ((group.keys, keys), (group.values, values))
         ]
-        return cls(group, keys[0].shape[0], keys[0].shape[1], np.array(counts, dtype=np.uint64), *sides)
+        matrices = group.absorbing.numpy(), group.releasing.numpy()
+        return cls(group, matrices, keys[0].shape[1], np.array(counts, dtype=np.uint64), *sides)
 
 
 def attend_one(
     coded: Coded,
     queries: NDArray[np.float32],
+    scaling: float,
     first: NDArray[np.uint64],
     hidden: NDArray[np.uint8],
     raw_keys: NDArray[np.int16],
@@ -312,34 +325,27 @@ def attend_one(
     softcap: float,
     sink_logits: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """One query of each head of a group, on the group's pages and on its tokens in 16 bit: [B, G, DV].
+    """One query of each head of a group, on the group's pages and on its tokens in 16 bit: [B, G, 1, DV].
 
-    queries      [B, G, DK], scaled
+    queries      [B, G, 1, DK], times scaling
     first        [B]: first slot that may be seen of the pages
     hidden       [B, slots of the pages]: 1 where a token may not be seen; [B, 0] when none is hidden
-    raw_keys     [B, H, capacity, DK] bits of 16-bit numbers; raw_values alike
+    raw_keys     [B, heads of the layer, capacity, DK] bits of 16-bit numbers, contiguous; raw_values alike
     raw_visible  [B, n]: which of the first n raw tokens may be seen
     sink_logits  [G], or [0] for none
     """
-    group = coded.group
-    rows, heads, _ = queries.shape
     threads = _threads()
-    splits = max(1, min((coded.pages + 1) // 2, -(-threads // rows)))
-    ranks, width = len(group.values.widths), raw_values.shape[3]
-    absorbed = np.empty((rows, heads, len(group.keys.widths) + 1), dtype=np.float32)
-    sums = np.empty((rows * splits, heads, ranks), dtype=np.float32)
-    raw_sums = np.empty((rows * splits, heads, width), dtype=np.float32)
-    stats = np.empty((rows * splits, heads, 3), dtype=np.float32)
-    found = np.empty((rows, heads, width), dtype=np.float32)
+    splits = max(1, min((coded.pages + 1) // 2, -(-threads // queries.shape[0])))
     with _one_caller:
         numba.set_num_threads(threads)
-        _absorb(queries, group.absorbing.numpy(), absorbed)
-        _attend(
-            absorbed.reshape(-1),
-            queries,
+        # One call, because what each call costs is felt at every layer of every token.
+        return _attend_one(
+            np.ascontiguousarray(queries),
+            f4(scaling),
+            *coded.matrices,
+            coded.group.first_head,
             coded.keys,
             coded.values,
-            _SCALES,
             coded.counts,
             first,
             hidden,
@@ -348,13 +354,68 @@ def attend_one(
             raw_visible,
             bfloat16,
             f4(softcap),
-            U(coded.pages),
-            U(splits),
-            sums,
-            raw_sums,
-            stats,
+            sink_logits,
+            coded.pages,
+            splits,
         )
-        _merge(sums, raw_sums, stats, group.releasing.numpy(), sink_logits, U(splits), found)
+
+
+@njit(cache=True, nogil=True, fastmath=True)
+def _attend_one(  # type: ignore[no-untyped-def]
+    queries,
+    scaling,
+    absorbing,
+    releasing,
+    first_head,
+    keys,
+    values,
+    counts,
+    first,
+    hidden,
+    raw_keys,
+    raw_values,
+    raw_visible,
+    bfloat16,
+    softcap,
+    sink_logits,
+    pages,
+    splits,
+):
+    rows, group, items = queries.shape[0], queries.shape[1], queries.shape[0] * splits
+    own = np.empty(queries.size, dtype=np.float32)
+    flat = queries.reshape(-1)
+    for i in range(own.size):
+        own[i] = flat[i] * scaling
+    absorbed = np.empty((rows, group, absorbing.shape[2]), dtype=np.float32)
+    _absorb(own.reshape(rows, group, -1), absorbing, absorbed)
+    width = raw_values.shape[3]
+    sums = np.empty((items, group, (releasing.shape[1] + 2) // 4 * 4), dtype=np.float32)
+    raw_sums = np.empty((items, group, int(_padded(U(width)))), dtype=np.float32)
+    stats = np.empty((items, group, 3), dtype=np.float32)
+    shape = (U(raw_keys.shape[1]), U(first_head), U(absorbing.shape[0]), U(raw_keys.shape[2]), U(raw_keys.shape[3]))
+    _attend(
+        absorbed.reshape(-1),
+        own,
+        U(group),
+        keys,
+        values,
+        counts,
+        first,
+        hidden,
+        raw_keys.reshape(-1),
+        raw_values.reshape(-1),
+        (*shape, U(width)),
+        raw_visible,
+        bfloat16,
+        softcap,
+        U(pages),
+        U(splits),
+        sums,
+        raw_sums,
+        stats,
+    )
+    found = np.empty((rows, group, 1, width), dtype=np.float32)
+    _merge(sums, raw_sums, stats, releasing, sink_logits, splits, found.reshape(rows, group, width))
     return found
 
 
@@ -364,29 +425,42 @@ def _absorb(queries, matrices, absorbed):  # type: ignore[no-untyped-def]
     shared = queries.shape[1] // matrices.shape[0]
     for row in range(queries.shape[0]):
         for g in range(queries.shape[1]):
-            matrix = matrices[g // shared]
-            out = absorbed[row, g]
-            for r in range(out.size):
-                out[r] = f4(0)
-            for d in range(matrix.shape[0]):
-                q = queries[row, g, d]
-                line = matrix[d]
-                for r in range(out.size):
-                    out[r] += q * line[r]
+            _times_rows(queries[row, g], matrices[g // shared].reshape(-1), absorbed[row, g])
+
+
+@njit(cache=True, nogil=True, fastmath=True)
+def _times_rows(weights, rows, out):  # type: ignore[no-untyped-def]
+    """out = sum of weights[i] x row i of rows, flat; four rows at a time, so that out is seldom stored."""
+    size = U(out.size)
+    for i in range(size):
+        out[i] = f4(0)
+    fours = U(weights.size) // U4 * U4
+    for r in range(U0, fours, U4):
+        a, b, c, d = weights[r], weights[r + U1], weights[r + U2], weights[r + U3]
+        at = r * size
+        for i in range(size):
+            out[i] += (
+                a * rows[at + i] + b * rows[at + size + i] + c * rows[at + U2 * size + i] + d * rows[at + U3 * size + i]
+            )
+    for r in range(fours, U(weights.size)):
+        a = weights[r]
+        for i in range(size):
+            out[i] += a * rows[r * size + i]
 
 
 @njit(cache=True, nogil=True, parallel=True, fastmath={"contract", "reassoc", "arcp", "nsz"})
 def _attend(  # type: ignore[no-untyped-def]
     queries,
     own,
+    group,
     keys,
     values,
-    table,
     counts,
     first,
     hidden,
     raw_keys,
     raw_values,
+    raw_shape,
     raw_visible,
     bfloat16,
     softcap,
@@ -396,7 +470,6 @@ def _attend(  # type: ignore[no-untyped-def]
     raw_sums,
     stats,
 ):
-    group = U(own.shape[1])
     blocks = (pages + U1) // U2
     raws = U(raw_visible.shape[1])
     for item in prange(sums.shape[0]):
@@ -408,7 +481,6 @@ def _attend(  # type: ignore[no-untyped-def]
             group,
             keys,
             values,
-            table,
             counts,
             first[row],
             hidden[row],
@@ -420,16 +492,19 @@ def _attend(  # type: ignore[no-untyped-def]
             stats[item],
         )
         _attend_raw(
-            own[row],
-            raw_keys[row],
-            raw_values[row],
+            own,
+            row,
+            group,
+            raw_keys,
+            raw_values,
+            raw_shape,
             raw_visible[row],
             bfloat16,
             softcap,
             raws * split // splits,
             raws * (split + U1) // splits,
-            sums[item],
-            raw_sums[item],
+            sums[item].reshape(-1),
+            raw_sums[item].reshape(-1),
             stats[item],
         )
 
@@ -441,7 +516,6 @@ def _attend_range(  # type: ignore[no-untyped-def]
     group,
     keys,
     values,
-    table,
     counts,
     first,
     hidden,
@@ -453,194 +527,192 @@ def _attend_range(  # type: ignore[no-untyped-def]
     stats,
 ):
     """Pages begin..end of one row: sums [G x RV], stats [G, 3] = largest score, weight, weight on pages."""
-    ranks = U(keys[2].size)
-    value_ranks = U(values[2].size)
+    ranks, value_ranks = U(keys[2].size), U(values[2].size)
+    sum_stride = U(sums.size) // group
     key_scales, value_scales = keys[1], values[1]
     stride = ranks + U1
-    scores = np.zeros(group * _BLOCK, dtype=np.float32)
+    scores = _aligned(group * _BLOCK)
     bits = scores.view(np.int32)
-    levels = np.empty(U4 * _BLOCK, dtype=np.float32)
+    levels = _aligned(_CHUNK * _BLOCK)
     codes = np.zeros(_BLOCK, dtype=np.uint8)
     exponents = np.empty(_BLOCK, dtype=np.int32)
-    key_scale = np.empty(_BLOCK, dtype=np.float32)
-    value_scale = np.empty(_BLOCK, dtype=np.float32)
-    barred = np.empty(_BLOCK, dtype=np.float32)
+    key_scale, value_scale, barred = _aligned(_BLOCK), _aligned(_BLOCK), _aligned(_BLOCK)
     for g in range(group):
         stats[g, 0] = _NEVER
         stats[g, 1] = stats[g, 2] = f4(0)
-    for i in range(group * value_ranks):
+    for i in range(group * sum_stride):
         sums[i] = f4(0)
     slot = U0
     for p in range(begin):
         slot += counts[p]
-    triples = group - group % U3
+    tiled = group - group % _GROUP
     for page in range(begin, end, U2):
         here = min(U2, end - page)
+        tokens = here * U128
         # Which tokens of these pages may be seen.
         whole = True
-        for p in range(U2):
-            held = counts[page + p] if p < here else U0
+        for p in range(here):
+            held = counts[page + p]
+            if held == U128 and slot >= first and hidden.size == 0:
+                for t in range(U128):
+                    barred[p * U128 + t] = f4(0)
+                slot += held
+                continue
             for t in range(U128):
                 seen = t < held and slot + t >= first and (hidden.size == 0 or hidden[slot + t] == 0)
                 barred[p * U128 + t] = f4(0) if seen else _NEVER
                 whole = bool(whole and seen)
             slot += held
-        for p in range(U2):
-            at = (page_row + page + min(p, here - U1)) * U128
-            for t in range(U128):
-                key_scale[p * U128 + t] = table[key_scales[at + t]] * _LOG2E
-                value_scale[p * U128 + t] = table[value_scales[at + t]]
+        at = (page_row + page) * U128
+        for t in range(tokens):
+            key_scale[t] = _SCALES[key_scales[at + t]] * _LOG2E
+            value_scale[t] = _SCALES[value_scales[at + t]]
         # Scores.
         for i in range(group * _BLOCK):
             scores[i] = f4(0)
-        for r in range(U0, ranks, U4):
-            fours = min(U4, ranks - r)
-            _levels(keys, page_row + page, here, r, fours, codes, levels)
-            for g in range(U0, triples, U3):
-                h = (query_row + g) * stride + r
-                a0, a1, a2, a3 = _four(queries, h, fours)
-                h += stride
-                b0, b1, b2, b3 = _four(queries, h, fours)
-                h += stride
-                c0, c1, c2, c3 = _four(queries, h, fours)
-                s = g * _BLOCK
-                for t in range(_BLOCK):
-                    x0 = levels[t]
-                    x1 = levels[_BLOCK + t]
-                    x2 = levels[U2 * _BLOCK + t]
-                    x3 = levels[U3 * _BLOCK + t]
-                    scores[s + t] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
-                    scores[s + _BLOCK + t] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
-                    scores[s + U2 * _BLOCK + t] += c0 * x0 + c1 * x1 + c2 * x2 + c3 * x3
-            for g in range(triples, group):
-                a0, a1, a2, a3 = _four(queries, (query_row + g) * stride + r, fours)
-                s = g * _BLOCK
-                for t in range(_BLOCK):
-                    scores[s + t] += (
-                        a0 * levels[t]
-                        + a1 * levels[_BLOCK + t]
-                        + a2 * levels[U2 * _BLOCK + t]
-                        + a3 * levels[U3 * _BLOCK + t]
+        for r in range(U0, ranks, _CHUNK):
+            count = min(_CHUNK, ranks - r)
+            _levels(keys, page_row + page, here, r, count, codes, levels)
+            q = query_row * stride + r
+            for g in range(U0, tiled, _GROUP):
+                for t in range(U0, tokens, _TILE):
+                    add_scores(
+                        levels, t, _BLOCK, queries, q + g * stride, stride, count, scores, g * _BLOCK + t, _BLOCK
                     )
+            for g in range(tiled, group):
+                for t in range(U0, tokens, _TILE):
+                    add_score(levels, t, _BLOCK, queries, q + g * stride, stride, count, scores, g * _BLOCK + t, _BLOCK)
         # Online softmax, in powers of two.
         for g in range(group):
             s = g * _BLOCK
             mean = queries[(query_row + g) * stride + ranks] * _LOG2E
-            for t in range(_BLOCK):
+            for t in range(tokens):
                 scores[s + t] = scores[s + t] * key_scale[t] + mean
             if softcap > f4(0):
-                cap = softcap * _LOG2E
-                for t in range(_BLOCK):
-                    scores[s + t] = cap * np.tanh(scores[s + t] / cap)
+                _cap(scores, s, tokens, softcap * _LOG2E)
             if not whole:
-                for t in range(_BLOCK):
+                for t in range(tokens):
                     scores[s + t] += barred[t]
-            top = _NEVER
-            for t in range(_BLOCK):
-                top = max(top, scores[s + t])
-            before = stats[g, 0]
-            top = max(top, before)
-            if top <= _NEVER / f4(2):
-                for t in range(_BLOCK):
-                    scores[s + t] = f4(0)
-                continue
-            fade = f4(np.exp2(max(before - top, f4(-1000))))
-            stats[g, 0] = top
-            _exp2(scores, bits, s, top, exponents)
-            weight = f4(0)
-            for t in range(_BLOCK):
-                weight += scores[s + t]
-            for t in range(_BLOCK):
+            fade, weight = _softmax(scores, bits, s, tokens, stats[g], exponents)
+            stats[g, 2] = stats[g, 2] * fade + weight
+            for t in range(tokens):
                 scores[s + t] *= value_scale[t]
-            stats[g, 1] = stats[g, 1] * fade + weight
-            stats[g, 2] = stats[g, 1]
-            for r in range(value_ranks):
-                sums[g * value_ranks + r] *= fade
+            if fade != f4(1):
+                for r in range(value_ranks):
+                    sums[g * sum_stride + r] *= fade
         # Values.
-        for r in range(U0, value_ranks, U4):
-            fours = min(U4, value_ranks - r)
-            _levels(values, page_row + page, here, r, fours, codes, levels)
-            for g in range(U0, triples, U3):
-                s = g * _BLOCK
-                a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = c0 = c1 = c2 = c3 = f4(0)
-                for t in range(_BLOCK):
-                    x0 = levels[t]
-                    x1 = levels[_BLOCK + t]
-                    x2 = levels[U2 * _BLOCK + t]
-                    x3 = levels[U3 * _BLOCK + t]
-                    pa = scores[s + t]
-                    pb = scores[s + _BLOCK + t]
-                    pc = scores[s + U2 * _BLOCK + t]
-                    a0 += pa * x0
-                    a1 += pa * x1
-                    a2 += pa * x2
-                    a3 += pa * x3
-                    b0 += pb * x0
-                    b1 += pb * x1
-                    b2 += pb * x2
-                    b3 += pb * x3
-                    c0 += pc * x0
-                    c1 += pc * x1
-                    c2 += pc * x2
-                    c3 += pc * x3
-                at = g * value_ranks + r
-                _add_four(sums, at, fours, a0, a1, a2, a3)
-                _add_four(sums, at + value_ranks, fours, b0, b1, b2, b3)
-                _add_four(sums, at + U2 * value_ranks, fours, c0, c1, c2, c3)
-            for g in range(triples, group):
-                s = g * _BLOCK
-                a0 = a1 = a2 = a3 = f4(0)
-                for t in range(_BLOCK):
-                    pa = scores[s + t]
-                    a0 += pa * levels[t]
-                    a1 += pa * levels[_BLOCK + t]
-                    a2 += pa * levels[U2 * _BLOCK + t]
-                    a3 += pa * levels[U3 * _BLOCK + t]
-                _add_four(sums, g * value_ranks + r, fours, a0, a1, a2, a3)
+        for r in range(U0, value_ranks, _CHUNK):
+            count = min(_CHUNK, value_ranks - r)
+            _levels(values, page_row + page, here, r, count, codes, levels)
+            for i in range(count * _BLOCK, (count + U3) // U4 * U4 * _BLOCK):
+                levels[i] = f4(0)
+            for c in range(U0, count, U4):
+                x = c * _BLOCK
+                for g in range(U0, tiled, _GROUP):
+                    add_sums(
+                        levels,
+                        x,
+                        _BLOCK,
+                        scores,
+                        g * _BLOCK,
+                        _BLOCK,
+                        tokens // _LANES,
+                        sums,
+                        g * sum_stride + r + c,
+                        sum_stride,
+                    )
+                for g in range(tiled, group):
+                    add_sum(
+                        levels,
+                        x,
+                        _BLOCK,
+                        scores,
+                        g * _BLOCK,
+                        _BLOCK,
+                        tokens // _LANES,
+                        sums,
+                        g * sum_stride + r + c,
+                        sum_stride,
+                    )
+
+
+@njit(cache=True)
+def _aligned(size):  # type: ignore[no-untyped-def]
+    """Room for float32 that begins where a cache line does: vectors of 512 bits then never straddle two."""
+    room = np.empty(size + U16, dtype=np.float32)
+    start = (U64 - U(room.ctypes.data) % U64) // U4 % U16
+    return room[start : start + size]
 
 
 @njit(cache=True, nogil=True, fastmath=True, inline="always")
-def _levels(side, page, here, r, fours, codes, levels):  # type: ignore[no-untyped-def]
-    """Levels of coefficients r..r + fours, of one or two pages; of a page too few, old codes'."""
-    pages, _, widths, offsets, centred, stride = side
-    for j in range(fours):
+def _levels_looked_up(side, page, here, r, count, codes, levels):  # type: ignore[no-untyped-def]
+    """Levels of coefficients r..r + count, of one or two pages, each _BLOCK long."""
+    pages, _, widths, offsets, centred, stride, table = side
+    for j in range(count):
         width = widths[r + j]
         for p in range(here):
             _codes(pages, (page + p) * stride + offsets[r + j], width, codes, p * U128)
-        middle, gain, cubic = centred[width, 0], centred[width, 1], centred[width, 2]
-        to = j * _BLOCK
-        for t in range(_BLOCK):
-            z = f4(codes[t]) - middle
-            levels[to + t] = (cubic * z * z + gain) * z
-    for t in range(fours * _BLOCK, U4 * _BLOCK):
-        levels[t] = f4(0)
+        if width <= U4:
+            look_up_16(codes, U0, table, width << U(8), levels, j * _BLOCK, here * U(8))
+        elif width == U(5):
+            look_up_32(codes, U0, table, width << U(8), levels, j * _BLOCK, here * U(8))
+        elif width == U(6):
+            look_up_64(codes, U0, table, width << U(8), levels, j * _BLOCK, here * U(8))
+        else:
+            _compute(codes, here * U128, centred[width], levels, j * _BLOCK)
+
+
+@njit(cache=True, nogil=True, fastmath=True, inline="always")
+def _levels_computed(side, page, here, r, count, codes, levels):  # type: ignore[no-untyped-def]
+    """As _levels_looked_up, for processors whose registers are no tables."""
+    pages, _, widths, offsets, centred, stride, _ = side
+    for j in range(count):
+        width = widths[r + j]
+        for p in range(here):
+            _codes(pages, (page + p) * stride + offsets[r + j], width, codes, p * U128)
+        _compute(codes, here * U128, centred[width], levels, j * _BLOCK)
+
+
+_levels = _levels_looked_up if vectors.CAN_LOOK_UP else _levels_computed
+
+
+@njit(cache=True, nogil=True, fastmath=True, inline="always")
+def _compute(codes, tokens, book, levels, at):  # type: ignore[no-untyped-def]
+    middle, gain, cubic = book[0], book[1], book[2]
+    for t in range(tokens):
+        z = f4(codes[t]) - middle
+        levels[at + t] = (cubic * z * z + gain) * z
+
+
+@njit(cache=True, nogil=True, fastmath=True, inline="always")
+def _cap(scores, s, tokens, cap):  # type: ignore[no-untyped-def]
+    for t in range(tokens):
+        scores[s + t] = cap * np.tanh(scores[s + t] / cap)
+
+
+@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "arcp", "nsz"}, inline="always")
+def _softmax(scores, bits, s, tokens, stats, exponents):  # type: ignore[no-untyped-def]
+    """Scores of one query to weights below the largest so far; returns what older sums fade by, and the new weight.
+
+    tokens: a multiple of the lanes
+    """
+    top = max(stats[0], largest(scores, s, tokens // _LANES))
+    if top <= _NEVER / f4(2):
+        for t in range(tokens):
+            scores[s + t] = f4(0)
+        return f4(1), f4(0)
+    fade = f4(np.exp2(max(stats[0] - top, f4(-1000))))
+    _exp2(scores, bits, s, tokens, top, exponents)
+    weight = total(scores, s, tokens // _LANES)
+    stats[0] = top
+    stats[1] = stats[1] * fade + weight
+    return fade, weight
 
 
 @njit(cache=True, inline="always")
-def _four(x, at, count):  # type: ignore[no-untyped-def]
-    return (
-        x[at],
-        x[at + U1] if count > U1 else f4(0),
-        x[at + U2] if count > U2 else f4(0),
-        x[at + U3] if count > U3 else f4(0),
-    )
-
-
-@njit(cache=True, inline="always")
-def _add_four(x, at, count, a, b, c, d):  # type: ignore[no-untyped-def]
-    x[at] += a
-    if count > U1:
-        x[at + U1] += b
-    if count > U2:
-        x[at + U2] += c
-    if count > U3:
-        x[at + U3] += d
-
-
-@njit(cache=True, inline="always")
-def _exp2(scores, bits, s, top, exponents):  # type: ignore[no-untyped-def]
+def _exp2(scores, bits, s, tokens, top, exponents):  # type: ignore[no-untyped-def]
     """2^(score - top) in place, within 1e-7; 0 for what is faint. Whole part by bits, the rest by a polynomial."""
-    for t in range(_BLOCK):
+    for t in range(tokens):
         x = max(scores[s + t] - top, _FAINT)
         whole = np.int32(x - f4(0.5))
         rest = x - f4(whole)
@@ -655,89 +727,116 @@ def _exp2(scores, bits, s, top, exponents):  # type: ignore[no-untyped-def]
         )
         scores[s + t] = y if x > _FAINT else f4(0)
         exponents[t] = exponents[t] if x > _FAINT else np.int32(0)
-    for t in range(_BLOCK):
+    for t in range(tokens):
         bits[s + t] += exponents[t]
 
 
 @njit(cache=True, nogil=True, fastmath=True)
-def _attend_raw(own, raw_keys, raw_values, visible, bfloat16, softcap, begin, end, sums, raw_sums, stats):  # type: ignore[no-untyped-def]
-    """Raw tokens begin..end of one row, added to what its pages gave."""
-    heads = raw_keys.shape[0]
-    shared = own.shape[0] // heads
-    raw_sums[:] = f4(0)
-    row = np.empty(max(raw_keys.shape[2], raw_values.shape[2]), dtype=np.int32)
-    number = row.view(np.float32)
-    scores = np.empty((shared, int(end - begin)), dtype=np.float32)
+def _attend_raw(  # type: ignore[no-untyped-def]
+    own, row, group, raw_keys, raw_values, raw_shape, visible, bfloat16, softcap, begin, end, sums, raw_sums, stats
+):
+    """Raw tokens begin..end of one row, added to what its pages gave: raw_sums [G x padded width]."""
+    layer_heads, first_head, heads, capacity, key_width, width = raw_shape
+    shared, sum_stride = group // heads, U(sums.size) // group
+    tiled = shared - shared % _GROUP
+    key_padded, padded = _padded(key_width), _padded(width)
+    scores = _aligned(shared * _RAW_BLOCK)
+    bits = scores.view(np.int32)
+    exponents = np.empty(_RAW_BLOCK, dtype=np.int32)
+    numbers = _aligned(_RAW_BLOCK * max(key_padded, padded))
+    queries = _aligned(shared * key_padded)
+    for i in range(shared * key_padded):
+        queries[i] = f4(0)
+    for i in range(group * padded):
+        raw_sums[i] = f4(0)
     for head in range(heads):
-        for t in range(begin, end):
-            if visible[t]:
-                _to_float(raw_keys[head, t], row, number, bfloat16)
-                for j in range(shared):
-                    scores[j, t - begin] = _dot(own[head * shared + j], number)
+        base = (row * layer_heads + first_head + head) * capacity
         for j in range(shared):
-            g = head * shared + j
-            own_scores = scores[j]
-            top = stats[g, 0]
-            for t in range(begin, end):
-                if visible[t]:
-                    score = own_scores[t - begin] * _LOG2E
-                    if softcap > f4(0):
-                        cap = softcap * _LOG2E
-                        score = cap * np.tanh(score / cap)
-                    own_scores[t - begin] = score
-                    top = max(top, score)
-            fade = f4(np.exp2(max(stats[g, 0] - top, f4(-1000))))
-            stats[g, 0] = top
-            for i in range(1, 3):
-                stats[g, i] *= fade
-            own_sums = sums[g]
-            for r in range(own_sums.size):
-                own_sums[r] *= fade
-            for t in range(begin, end):
-                if visible[t]:
-                    own_scores[t - begin] = np.exp2(own_scores[t - begin] - top)
-                    stats[g, 1] += own_scores[t - begin]
-        for t in range(begin, end):
-            if visible[t]:
-                _to_float(raw_values[head, t], row, number, bfloat16)
-                for j in range(shared):
-                    _add(raw_sums[head * shared + j], number, scores[j, t - begin])
+            for d in range(key_width):
+                queries[j * key_padded + d] = own[(row * group + head * shared + j) * key_width + d]
+        for start in range(begin, end, _RAW_BLOCK):
+            tokens = min(_RAW_BLOCK, end - start)
+            whole = (tokens + _LANES - U1) // _LANES * _LANES  # a multiple of 4 too
+            _widen(raw_keys, (base + start) * key_width, key_width, visible[start:], tokens, bfloat16, numbers)
+            for i in range(shared * _RAW_BLOCK):
+                scores[i] = f4(0)
+            for t in range(U0, whole, U4):
+                x, count = t * key_padded, key_padded // _LANES
+                for j in range(U0, tiled, _GROUP):
+                    q, s = j * key_padded, j * _RAW_BLOCK + t
+                    add_sums(numbers, x, key_padded, queries, q, key_padded, count, scores, s, _RAW_BLOCK)
+                for j in range(tiled, shared):
+                    q, s = j * key_padded, j * _RAW_BLOCK + t
+                    add_sum(numbers, x, key_padded, queries, q, key_padded, count, scores, s, _RAW_BLOCK)
+            _widen(raw_values, (base + start) * width, width, visible[start:], tokens, bfloat16, numbers)
+            for j in range(shared):
+                g, s = head * shared + j, j * _RAW_BLOCK
+                for t in range(tokens):
+                    scores[s + t] *= _LOG2E
+                if softcap > f4(0):
+                    _cap(scores, s, tokens, softcap * _LOG2E)
+                for t in range(whole):
+                    scores[s + t] = scores[s + t] if t < tokens and visible[start + t] else _NEVER
+                fade, _ = _softmax(scores, bits, s, whole, stats[g], exponents)
+                if fade != f4(1):
+                    stats[g, 2] *= fade
+                    for r in range(sum_stride):
+                        sums[g * sum_stride + r] *= fade
+                    for d in range(padded):
+                        raw_sums[g * padded + d] *= fade
+            for d in range(U0, padded, _TILE):
+                s = head * shared * padded + d
+                for j in range(U0, tiled, _GROUP):
+                    p = j * _RAW_BLOCK
+                    add_scores(numbers, d, padded, scores, p, _RAW_BLOCK, tokens, raw_sums, s + j * padded, padded)
+                for j in range(tiled, shared):
+                    p = j * _RAW_BLOCK
+                    add_score(numbers, d, padded, scores, p, _RAW_BLOCK, tokens, raw_sums, s + j * padded, padded)
 
 
-@njit(cache=True, nogil=True, fastmath=True)
-def _dot(x, y):  # type: ignore[no-untyped-def]
-    total = f4(0)
-    for d in range(x.size):
-        total += x[d] * y[d]
-    return total
-
-
-@njit(cache=True, nogil=True, fastmath=True)
-def _add(out, x, weight):  # type: ignore[no-untyped-def]
-    for d in range(out.size):
-        out[d] += weight * x[d]
+@njit(cache=True, inline="always")
+def _padded(width):  # type: ignore[no-untyped-def]
+    """Channels as whole tiles."""
+    return (width + _TILE - U1) // _TILE * _TILE
 
 
 @njit(cache=True, nogil=True)
-def _to_float(half, row, number, bfloat16):  # type: ignore[no-untyped-def]
-    """16-bit numbers as float32: row and number are the same memory, as bits and as numbers."""
+def _widen(half, at, width, visible, tokens, bfloat16, numbers):  # type: ignore[no-untyped-def]
+    """Tokens half[at:] as float32, each row padded; zeros where a token may not be seen, whatever stands there."""
+    padded, whole = _padded(width), width // _LANES
+    bare = numbers.view(np.int32)
+    for t in range((tokens + _LANES - U1) // _LANES * _LANES):
+        to = t * padded
+        if t >= tokens or not visible[t]:
+            for d in range(padded):
+                numbers[to + d] = f4(0)
+            continue
+        if whole and bfloat16:
+            widen_bfloat16(half, at + t * width, numbers, to, whole)
+        elif whole:
+            widen_float16(half, at + t * width, numbers, to, whole)
+        for d in range(whole * _LANES, width):
+            _widen_one(half[at + t * width + d], bare, numbers, to + d, bfloat16)
+        for d in range(width, padded):
+            numbers[to + d] = f4(0)
+
+
+@njit(cache=True, inline="always")
+def _widen_one(half, bare, numbers, at, bfloat16):  # type: ignore[no-untyped-def]
+    """bare and numbers are the same memory, as bits and as numbers."""
     if bfloat16:
-        for d in range(half.size):
-            row[d] = np.int32(half[d]) << np.int32(16)
+        bare[at] = np.int32(half) << np.int32(16)
     else:
-        for d in range(half.size):
-            # Exponent and fraction moved into place, then the difference of the biases made good by a product.
-            row[d] = (np.int32(half[d]) & np.int32(0x7FFF)) << np.int32(13)
-        for d in range(half.size):
-            number[d] *= f4(5.192296858534828e33)
-        for d in range(half.size):
-            row[d] |= np.int32(half[d] < 0) << np.int32(31)
+        # Exponent and fraction moved into place, then the difference of the biases made good by a product.
+        bare[at] = (np.int32(half) & np.int32(0x7FFF)) << np.int32(13)
+        numbers[at] *= f4(5.192296858534828e33)
+        bare[at] |= np.int32(half < 0) << np.int32(31)
 
 
 @njit(cache=True, nogil=True, fastmath=True)
 def _merge(sums, raw_sums, stats, matrices, sink_logits, splits, found):  # type: ignore[no-untyped-def]
     """The ranges of each row together, and coefficients back to channels: found [B, G, DV]."""
-    ranks = sums.shape[2]
+    ranks = matrices.shape[1] - 1
     shared = found.shape[1] // matrices.shape[0]
     together = np.empty(ranks + 1, dtype=np.float32)
     for row in range(found.shape[0]):
@@ -747,23 +846,19 @@ def _merge(sums, raw_sums, stats, matrices, sink_logits, splits, found):  # type
             for item in items:
                 top = max(top, stats[item, g, 0])
             weight = f4(np.exp2(sink_logits[g] * _LOG2E - top)) if sink_logits.size else f4(0)
-            out = found[row, g]
-            for d in range(out.size):
-                out[d] = f4(0)
             for r in range(together.size):
                 together[r] = f4(0)
             for item in items:
                 share = f4(np.exp2(max(stats[item, g, 0] - top, f4(-1000))))
                 weight += share * stats[item, g, 1]
-                own = sums[item, g]
                 for r in range(ranks):
-                    together[r] += share * own[r]
+                    together[r] += share * sums[item, g, r]
                 together[ranks] += share * stats[item, g, 2]
-                _add(out, raw_sums[item, g], share)
-            if weight <= f4(0):
-                continue
-            matrix = matrices[g // shared]
-            for r in range(ranks + 1):
-                _add(out, matrix[r], together[r])
+            out = found[row, g]
+            _times_rows(together, matrices[g // shared].reshape(-1), out)
+            for item in items:
+                share = f4(np.exp2(max(stats[item, g, 0] - top, f4(-1000))))
+                for d in range(out.size):
+                    out[d] += share * raw_sums[item, g, d]
             for d in range(out.size):
-                out[d] /= weight
+                out[d] = out[d] / weight if weight > f4(0) else f4(0)

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvalign import kernels
@@ -95,7 +96,8 @@ def attend(
     if queries.shape[2] == 1 and _is_plain(mask):
         if queries.device.type == "cpu":
             counters.ran("numba")
-            return _fused_on_cpu(state, queries, mask, scaling, softcap, sink_logits).to(queries.dtype)
+            found = _fused_on_cpu(state, queries, mask, scaling, softcap, sink_logits)
+            return found if queries.dtype == torch.float32 else found.to(queries.dtype)
         triton = kernels.triton_kernels() if queries.device.type == "cuda" else None
         if triton is not None:
             counters.ran("triton")
@@ -136,32 +138,38 @@ def _fused_on_cpu(
     softcap: float | None,
     sink_logits: Tensor | None,
 ) -> Tensor:
-    own = (queries[:, :, 0].float() * scaling).numpy()
-    seen, hidden = _visible(state, mask)
-    barred = np.zeros((state.rows, 0), dtype=np.uint8) if hidden is None else hidden.numpy().view(np.uint8)
+    own = queries.float().numpy()
+    seen, hidden = _visible_on_cpu(state, mask)
+    raw_keys, raw_values = (state.raw_buffer(kind).view(torch.int16).numpy() for kind in KINDS)
     shared = queries.shape[1] // state.plan.kv_heads
     out = []
     for index, group in enumerate(state.plan.groups):
         heads = slice(group.first_head * shared, group.end_head * shared)
-        raw_keys, raw_values = (
-            state.raw_buffer(kind)[:, group.first_head : group.end_head].view(torch.int16).numpy() for kind in KINDS
-        )
         out.append(
             cpu.attend_one(
                 state.gathered(index),
                 own[:, heads],
+                scaling,
                 state.first_coded_array,
-                barred,
+                hidden,
                 raw_keys,
                 raw_values,
-                seen.numpy().view(np.uint8),
+                seen,
                 bfloat16=state.raw_buffer("keys").dtype == torch.bfloat16,
                 softcap=softcap or 0.0,
                 sink_logits=_NO_LOGITS if sink_logits is None else sink_logits[heads].detach().float().numpy(),
             )
         )
-    found = out[0] if len(out) == 1 else np.concatenate(out, axis=1)
-    return torch.from_numpy(found)[:, :, None]
+    return torch.from_numpy(out[0] if len(out) == 1 else np.concatenate(out, axis=1))
+
+
+def _visible_on_cpu(state: LayerState, mask: Mask) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """As _visible, [B, n] and [B, slots], [B, 0] for none hidden; without calls of torch where nothing is masked."""
+    none = np.zeros((state.rows, 0), dtype=np.uint8)
+    if mask.visible is None and not state.most_padding and min(state.slots, state.coded_tokens) >= state.sink_tokens:
+        return np.ones((state.rows, state.sink_tokens + state.raw_tokens), dtype=np.uint8), none
+    seen, hidden = _visible(state, mask)
+    return seen.numpy().view(np.uint8), none if hidden is None else hidden.numpy().view(np.uint8)
 
 
 def fused_by_triton(
@@ -201,21 +209,10 @@ def fused_by_triton(
 def _visible(state: LayerState, mask: Mask) -> tuple[Tensor, Tensor | None]:
     """For one query a row: raw tokens that are seen [B, n], and slots of pages that are not [B, slots]; None: none."""
     if mask.visible is None:
-        return _unmasked(state), None
+        return state.raw_slots() >= 0, None
     slots, visible = state.raw_slots(), mask.visible[:, 0, 0].expand(state.rows, -1)
     seen = (slots >= 0) & visible.gather(1, slots.clamp_min(0))
     return seen, ~visible[:, : state.coded_tokens]
-
-
-def _unmasked(state: LayerState) -> Tensor:
-    """As LayerState.raw_slots says it, [B, sinks + raw tokens]; without padding in a few microseconds."""
-    if state.most_padding:
-        return state.raw_slots() >= 0
-    sinks = state.sink_tokens
-    seen = np.ones((state.rows, sinks + state.raw_tokens), dtype=np.bool_)
-    seen[:, state.slots : sinks] = False
-    seen[:, sinks : max(sinks, 2 * sinks - state.coded_tokens)] = False
-    return torch.from_numpy(seen).to(state.padding.device)
 
 
 # ---- several queries a row

@@ -10,7 +10,7 @@ from resident_plans import filled, layer_plan, layer_tokens, side_plan, slow_unp
 from torch import Tensor
 
 from kvalign import kernels
-from kvalign.kernels import cpu, reference
+from kvalign.kernels import cpu, reference, vectors
 from kvalign.kernels.reference import TRIED_SCALES
 from kvalign.resident.attention import Counters, Mask, attend
 from kvalign.resident.layout import PAGE_TOKENS
@@ -201,15 +201,42 @@ def test_the_kernel_is_the_processors_own_on_a_processor(monkeypatch: pytest.Mon
 # ---- attention
 
 
+@pytest.mark.skipif(not vectors.CAN_LOOK_UP, reason="registers are no tables on this processor")
+@pytest.mark.parametrize("here", [1, 2])
+def test_levels_looked_up_are_those_computed(here: int) -> None:
+    side, _ = made((8, 7, 7, 6, 5, 4, 3, 2, 1))
+    codes, scales = (x.numpy().reshape(-1) for x in random_pages(side, (1, 2)))
+    U = np.uint64
+    stride, table = U(side.layout.page_bytes), side.levels.numpy().reshape(-1)
+    keys = (codes, scales, side.width_array, side.offset_array, side.centred, stride, table)
+    found = []
+    for levels_of in (cpu._levels_looked_up, cpu._levels_computed):
+        levels = np.zeros((len(side.widths), 2 * PAGE_TOKENS), dtype=np.float32)
+        levels_of(keys, U(0), U(here), U(0), U(len(side.widths)), np.zeros(256, np.uint8), levels.reshape(-1))
+        found.append(levels[:, : here * PAGE_TOKENS])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
+    assert np.unique(found[0][0]).size > 60
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_sixteen_bit_number_is_read(dtype: torch.dtype) -> None:
-    """All finite ones, subnormal ones too, as float32."""
-    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
-    numbers = bits.view(dtype).float()
-    row = np.empty(bits.numel(), dtype=np.int32)
-    cpu._to_float(bits.numpy(), row, row.view(np.float32), dtype == torch.bfloat16)
-    finite = numbers.isfinite()
-    assert torch.equal(torch.from_numpy(row.view(np.float32))[finite], numbers[finite])
+@pytest.mark.parametrize("width", [7, 64, 80])
+def test_every_sixteen_bit_number_is_read(dtype: torch.dtype, width: int) -> None:
+    """All finite ones, subnormal ones too, as float32, in vectors and behind them."""
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    numbers = numbers[numbers.isfinite()]
+    numbers = torch.cat([numbers, numbers.new_zeros(-len(numbers) % width)]).unflatten(0, (-1, width))
+    tokens, padded = len(numbers), -(-width // vectors.TILE_TOKENS) * vectors.TILE_TOKENS
+    found = np.full((-(-tokens // vectors.LANES) * vectors.LANES, padded), np.nan, dtype=np.float32)
+    visible = np.ones(tokens, dtype=np.uint8)
+    visible[5] = 0
+    size, count = np.uint64(width), np.uint64(tokens)
+    half = numbers.view(torch.int16).numpy().reshape(-1)
+    cpu._widen(half, np.uint64(0), size, visible, count, dtype == torch.bfloat16, found.reshape(-1))
+    wanted = numbers.float()
+    wanted[5] = 0
+    assert np.array_equal(found[:tokens, :width], wanted.numpy())
+    assert not found[:, width:].any()
+    assert not found[tokens:].any()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
@@ -255,7 +282,7 @@ def test_powers_of_two_are_exact_to_the_last_places() -> None:
 
 
 def cpu_exp2(scores: np.ndarray, top: np.float32) -> None:
-    cpu._exp2.py_func(scores, scores.view(np.int32), np.uint64(0), top, np.empty(256, dtype=np.int32))
+    cpu._exp2.py_func(scores, scores.view(np.int32), np.uint64(0), np.uint64(256), top, np.empty(256, dtype=np.int32))
 
 
 def test_as_many_threads_work_as_torch_has(threads: None) -> None:

@@ -414,6 +414,10 @@ def bytes_by_walking(held: ResidentCache) -> int:
         elif hasattr(thing, "__dict__"):
             todo += vars(thing).values()
     found.pop(0, None)
+    for layer in held.coded_layers().values():
+        for group in layer.state.plan.groups:
+            for own in (group.absorbing, group.releasing, group.keys.levels, group.values.levels):
+                found.pop(own.data_ptr(), None)
     return sum(found.values())
 
 
