@@ -20,6 +20,8 @@ class ServiceSettings(WorkerSettings):
     sse_keepalive_s       seconds of silence after which a stream sends a comment
     streams_per_tenant    event streams one account may have open
     metrics_token         what /metrics asks of those who read it; open to all unless set
+    webhook_poll_s        seconds between two looks for webhooks to send
+    webhook_allow_private  webhooks may name http and private addresses: for tests, and networks of one's own
     free_disk_min_bytes   `kvalign doctor` fails a workspace disk with less than this free
     """
 
@@ -32,6 +34,8 @@ class ServiceSettings(WorkerSettings):
     sse_keepalive_s: float = Field(default=15.0, gt=0)
     streams_per_tenant: int = Field(default=20, ge=1)
     metrics_token: SecretStr | None = None
+    webhook_poll_s: float = Field(default=1.0, gt=0, le=60)
+    webhook_allow_private: bool = False
     free_disk_min_bytes: int = Field(default=5 * _GIB, ge=0)
 
     @field_validator("metrics_token")

@@ -7,6 +7,8 @@ job_tokens        the Hub token it acts with, encrypted; the row is gone once th
 report_files      its report card, kept after the workspace is gone
 idempotency_keys  which job a client's key led to
 workers           when each worker process was last seen
+webhook_secrets   what deliveries of a job are signed with, encrypted
+webhook_deliveries  what a job's webhook is to be told, and what came of it
 """
 
 from datetime import UTC, datetime
@@ -32,6 +34,7 @@ ALIVE = ("queued", "running", "cancelling")
 LEASED = ("running", "cancelling")
 
 _is_alive = text("state IN ('queued', 'running', 'cancelling')")
+_is_pending = text("state = 'pending'")
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -74,6 +77,7 @@ class Base(DeclarativeBase):
     type_annotation_map = {  # noqa: RUF012 - SQLAlchemy reads it as a plain class attribute
         datetime: UtcDateTime,
         dict[str, Any]: JSON,
+        list[dict[str, Any]]: JSON,
         str: Word(200),
     }
 
@@ -178,3 +182,39 @@ class WorkerRow(Base):
 
     name: Mapped[str] = mapped_column(primary_key=True)
     seen_at: Mapped[datetime]
+
+
+class WebhookSecretRow(Base):
+    """Outlives the end of the job, which its last deliveries are about."""
+
+    __tablename__ = "webhook_secrets"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    ciphertext: Mapped[str] = mapped_column(Text)
+
+
+class DeliveryRow(Base):
+    """One message to a job's webhook, about the event with its sequence.
+
+    payload   the very bytes that are signed and sent
+    state     pending, delivered or failed
+    attempts  how often a sender has taken it
+    next_at   when it may be taken again
+    log       one entry for each attempt that came to an end
+    """
+
+    __tablename__ = "webhook_deliveries"
+    __table_args__ = (
+        Index("ix_webhook_deliveries_due", "next_at", sqlite_where=_is_pending, postgresql_where=_is_pending),
+    )
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    sequence: Mapped[int] = mapped_column(primary_key=True)
+    tenant: Mapped[str]
+    type: Mapped[str] = mapped_column(Word(20))
+    payload: Mapped[str] = mapped_column(Text)
+    state: Mapped[str] = mapped_column(Word(20))
+    attempts: Mapped[int]
+    created_at: Mapped[datetime]
+    next_at: Mapped[datetime]
+    log: Mapped[list[dict[str, Any]]]

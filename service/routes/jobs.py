@@ -9,7 +9,7 @@ from service.auth import CurrentCaller
 from service.errors import PROBLEM_RESPONSES
 from service.eta import stage_eta_s
 from service.submission import announce, retry_job, submit_job
-from service.views import JobPage, JobView, job_view
+from service.views import JobPage, JobView, SubmittedView, job_view
 from service.wiring import JobId, ServiceParts, Wiring
 from worker.jobs import Job, JobState
 
@@ -29,7 +29,7 @@ IdempotencyKey = Annotated[
     "",
     status_code=202,
     summary="Submit a conversion",
-    responses={200: {"model": JobView, "description": "An earlier request already led to this job."}},
+    responses={200: {"model": SubmittedView, "description": "An earlier request already led to this job."}},
 )
 def submit(
     config: ConversionConfig,
@@ -38,7 +38,7 @@ def submit(
     response: Response,
     afterwards: BackgroundTasks,
     idempotency_key: IdempotencyKey = None,
-) -> JobView:
+) -> SubmittedView:
     submission = submit_job(wiring, caller, config, idempotency_key)
     if submission.created:
         # After the answer: the job is stored, and a broker that is away must not keep the caller waiting.
@@ -46,7 +46,8 @@ def submit(
     else:
         response.status_code = 200
     response.headers["Location"] = f"/v1/jobs/{submission.job.id}"
-    return _view(wiring, submission.job)
+    view = _view(wiring, submission.job)
+    return SubmittedView(**dict(view), webhook_secret=submission.webhook_secret)
 
 
 @router.get("", summary="Your jobs, newest first")

@@ -47,7 +47,7 @@ class PreflightView(BaseModel):
 
 @router.post("/v1/preflight", summary="May this be converted, and at what cost")
 def run_preflight(config: ConversionConfig, caller: CurrentCaller, wiring: Wiring) -> PreflightView:
-    check_config(config)
+    check_config(wiring, config)
     found = preflight(wiring.hub(caller.token), config)
     source = found.source
     return PreflightView(
