@@ -17,7 +17,9 @@ from typing import Annotated
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from service.audit import refusals_noted
 from service.errors import RequestRefused
+from worker.audit import Origin
 from worker.hub import TokenInvalid
 
 _TOKEN = re.compile(r"^[\x21-\x7e]{1,512}$")
@@ -31,6 +33,7 @@ class Caller:
 
     tenant: str
     token: str = field(repr=False)
+    origin: Origin
 
 
 class Accounts:
@@ -72,16 +75,21 @@ def current_caller(
     """The caller of this request. Blocks while the Hub is asked: FastAPI runs it in a thread."""
     if credentials is None:
         raise RequestRefused(401, "token_missing", "The request carries no bearer token.", _REMEDY)
-    token = credentials.credentials.strip()
+    origin = Origin(request.state.request_id, request.client.host if request.client else "")
+    parts = request.app.state.parts
+    with refusals_noted(parts.store, origin, "login", tenant=None, of=RequestRefused):
+        tenant = _account(parts.accounts, credentials.credentials.strip())
+    request.state.tenant = tenant
+    return Caller(tenant, credentials.credentials.strip(), origin)
+
+
+def _account(accounts: Accounts, token: str) -> str:
     if not _TOKEN.match(token):
         raise RequestRefused(401, "token_invalid", "The bearer token is not a Hub token.", _REMEDY)
-    accounts: Accounts = request.app.state.parts.accounts
     try:
-        caller = Caller(tenant=accounts.name(token), token=token)
+        return accounts.name(token)
     except TokenInvalid as error:
         raise RequestRefused(401, "token_invalid", error.message, _REMEDY) from None
-    request.state.tenant = caller.tenant
-    return caller
 
 
 CurrentCaller = Annotated[Caller, Depends(current_caller)]

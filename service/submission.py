@@ -7,6 +7,7 @@ import logging
 
 from kvalign.config import ConversionConfig, Webhook, is_local_dataset
 from kvalign.errors import ConfigInvalid
+from service.audit import refusals_noted, tell
 from service.auth import Caller
 from service.webhooks.address import resolve_endpoint
 from service.wiring import ServiceParts
@@ -25,6 +26,13 @@ def submit_job(
 
     Raises ConfigInvalid, the errors of the source, the target and the Hub, IdempotencyConflict, QuotaExceeded.
     """
+    with refusals_noted(wiring.store, caller.origin, "submit", tenant=caller.tenant):
+        return _submitted(wiring, caller, config, idempotency_key)
+
+
+def _submitted(
+    wiring: ServiceParts, caller: Caller, config: ConversionConfig, idempotency_key: str | None
+) -> Submission:
     check_config(wiring, config)
     known = wiring.store.earlier(caller.tenant, config, source_commit=None, idempotency_key=idempotency_key)
     if known is not None:
@@ -44,17 +52,27 @@ def submit_job(
         source_commit=source.commit,
         token=caller.token,
         idempotency_key=idempotency_key,
+        origin=caller.origin,
     )
     if not submission.created:
         return _found(submission.job)
-    _note("job submitted", submission.job)
+    _tell(caller, "submit", submission.job)
     return submission
 
 
 def retry_job(wiring: ServiceParts, caller: Caller, job_id: str) -> Job:
     """Queue an ended job again, to act with the token of this request. Raises JobNotRetryable, QuotaExceeded."""
-    job = wiring.store.retry(job_id, tenant=caller.tenant, token=caller.token)
-    _note("job queued again", job)
+    with refusals_noted(wiring.store, caller.origin, "retry", tenant=caller.tenant, job_id=job_id):
+        job = wiring.store.retry(job_id, tenant=caller.tenant, token=caller.token, origin=caller.origin)
+    _tell(caller, "retry", job)
+    return job
+
+
+def cancel_job(wiring: ServiceParts, caller: Caller, job_id: str) -> Job:
+    """Stop a job; one that has ended stays as it is. Raises JobNotFound."""
+    with refusals_noted(wiring.store, caller.origin, "cancel", tenant=caller.tenant, job_id=job_id):
+        job = wiring.store.request_cancel(job_id, tenant=caller.tenant, origin=caller.origin)
+    _tell(caller, "cancel", job)
     return job
 
 
@@ -88,18 +106,19 @@ def check_webhook(wiring: ServiceParts, webhook: Webhook) -> None:
 
 def set_webhook(wiring: ServiceParts, caller: Caller, job_id: str, webhook: Webhook | None) -> tuple[Job, str | None]:
     """Tell another address from now on, or none. Returns the secret if one was made. Raises ConfigInvalid."""
-    if webhook is not None:
-        wiring.store.get(job_id, tenant=caller.tenant)
-        check_webhook(wiring, webhook)
-    job, made = wiring.store.set_webhook(job_id, webhook, tenant=caller.tenant)
-    _note("webhook set" if webhook else "webhook removed", job)
+    with refusals_noted(wiring.store, caller.origin, "webhook", tenant=caller.tenant, job_id=job_id):
+        if webhook is not None:
+            wiring.store.get(job_id, tenant=caller.tenant)
+            check_webhook(wiring, webhook)
+        job, made = wiring.store.set_webhook(job_id, webhook, tenant=caller.tenant, origin=caller.origin)
+    tell(caller.origin, "webhook", "set" if webhook else "removed", tenant=caller.tenant, job_id=job_id)
     return job, made
 
 
 def _found(job: Job) -> Submission:
-    _note("job found for a repeated request", job)
+    log.info("job found for a repeated request", extra={"job_id": job.id, "tenant": job.tenant})
     return Submission(job, created=False)
 
 
-def _note(what: str, job: Job) -> None:
-    log.info(what, extra={"job_id": job.id, "tenant": job.tenant})
+def _tell(caller: Caller, action: str, job: Job) -> None:
+    tell(caller.origin, action, job.state.value, tenant=caller.tenant, job_id=job.id)

@@ -7,6 +7,7 @@ job_tokens        the Hub token it acts with, encrypted; the row is gone once th
 report_files      its report card, kept after the workspace is gone
 idempotency_keys  which job a client's key led to
 workers           when each worker process was last seen
+audit             who did what, and what came of it
 webhook_secrets   what deliveries of a job are signed with, encrypted
 webhook_deliveries  what a job's webhook is to be told, and what came of it
 """
@@ -21,6 +22,7 @@ from sqlalchemy import (
     Dialect,
     ForeignKey,
     Index,
+    Integer,
     LargeBinary,
     MetaData,
     String,
@@ -35,6 +37,8 @@ LEASED = ("running", "cancelling")
 
 _is_alive = text("state IN ('queued', 'running', 'cancelling')")
 _is_pending = text("state = 'pending'")
+has_ended = text("state IN ('succeeded', 'failed', 'canceled')")
+"""Spelt out, since an index of some rows is used only where the query says the same words."""
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -99,6 +103,7 @@ class JobRow(Base):
         Index("ix_jobs_state_tenant", "state", "tenant"),
         Index("ix_jobs_tenant_id", "tenant", "id"),
         Index("ix_jobs_tenant_claimed_at", "tenant", "claimed_at"),
+        Index("ix_jobs_ended_updated_at", "updated_at", sqlite_where=has_ended, postgresql_where=has_ended),
         Index("uq_jobs_one_alive", "identity", unique=True, sqlite_where=_is_alive, postgresql_where=_is_alive),
     )
 
@@ -182,6 +187,22 @@ class WorkerRow(Base):
 
     name: Mapped[str] = mapped_column(primary_key=True)
     seen_at: Mapped[datetime]
+
+
+class AuditRow(Base):
+    """One act. It outlives its job, so job_id refers to no table; tenant is null when nobody could be told."""
+
+    __tablename__ = "audit"
+    __table_args__ = (Index("ix_audit_tenant_id", "tenant", "id"), Index("ix_audit_at", "at"))
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer(), "sqlite"), primary_key=True)
+    at: Mapped[datetime]
+    tenant: Mapped[str | None]
+    action: Mapped[str] = mapped_column(Word(20))
+    outcome: Mapped[str] = mapped_column(Word(60))
+    job_id: Mapped[str | None] = mapped_column(Word(64))
+    request_id: Mapped[str] = mapped_column(Word(128))
+    address: Mapped[str] = mapped_column(Word(64))
 
 
 class WebhookSecretRow(Base):

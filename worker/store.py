@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from kvalign.config import ConversionConfig, Webhook
 from kvalign.errors import ConfigInvalid, KvalignError
+from worker.audit import AuditEntry, Origin, entries_of, note
 from worker.database import Database
 from worker.fairness import queue_order
 from worker.jobs import (
@@ -42,6 +43,8 @@ from worker.schema import (
     WorkerRow,
 )
 from worker.transitions import enter, locked
+
+NOWHERE = Origin()
 
 _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"  # in order of character code, so that ids sort by time
 
@@ -112,6 +115,7 @@ class JobStore:
         source_commit: str,
         token: str,
         idempotency_key: str | None = None,
+        origin: Origin = NOWHERE,
     ) -> Submission:
         """Store a request as a queued job, or find the job that it already led to.
 
@@ -137,6 +141,7 @@ class JobStore:
                 self._keep_token(session, row.id, token)
                 made = self._keep_webhook_secret(session, row.id, config.webhook)
                 enter(session, row, JobState.QUEUED, at)
+                note(session, at, origin, "submit", "queued", tenant=tenant, job_id=row.id)
             if idempotency_key is not None and earlier is None:
                 session.add(
                     IdempotencyRow(
@@ -192,7 +197,7 @@ class JobStore:
             _own_row(session, job_id, tenant)
             return [JobEvent(row.job_id, row.sequence, row.kind, row.at, row.data) for row in session.scalars(query)]
 
-    def request_cancel(self, job_id: str, *, tenant: str) -> Job:
+    def request_cancel(self, job_id: str, *, tenant: str, origin: Origin = NOWHERE) -> Job:
         """A queued job is canceled at once, a running one asked to stop; an ended one stays as it is."""
         with self.database.write() as session:
             row = _own_row(session, job_id, tenant, lock=True)
@@ -201,9 +206,10 @@ class JobStore:
                 enter(session, row, JobState.CANCELED, at)
             elif row.state == JobState.RUNNING:
                 enter(session, row, JobState.CANCELLING, at)
+            note(session, at, origin, "cancel", row.state, tenant=tenant, job_id=job_id)
             return job_of(row)
 
-    def retry(self, job_id: str, *, tenant: str, token: str) -> Job:
+    def retry(self, job_id: str, *, tenant: str, token: str, origin: Origin = NOWHERE) -> Job:
         """Queue a failed or canceled job again. Raises JobNotRetryable, QuotaExceeded."""
         with self.database.write(lock=f"tenant:{tenant}") as session:
             row = _own_row(session, job_id, tenant, lock=True)
@@ -216,9 +222,12 @@ class JobStore:
             row.stage, row.done, row.total, row.unit = None, 0, 0, ""
             self._keep_token(session, row.id, token)
             enter(session, row, JobState.QUEUED, at, retried=True)
+            note(session, at, origin, "retry", "queued", tenant=tenant, job_id=job_id)
             return job_of(row)
 
-    def set_webhook(self, job_id: str, webhook: Webhook | None, *, tenant: str) -> tuple[Job, str | None]:
+    def set_webhook(
+        self, job_id: str, webhook: Webhook | None, *, tenant: str, origin: Origin = NOWHERE
+    ) -> tuple[Job, str | None]:
         """Tell another address of what happens from now on, or none; messages that wait follow.
 
         Returns the job, and the secret if one was made. Raises JobNotFound.
@@ -228,6 +237,8 @@ class JobStore:
             row.config = {**row.config, "webhook": webhook.model_dump(mode="json") if webhook else None}
             if webhook is None:
                 session.execute(delete(WebhookSecretRow).where(WebhookSecretRow.job_id == job_id))
+            outcome = "set" if webhook else "removed"
+            note(session, self.database.now(session), origin, "webhook", outcome, tenant=tenant, job_id=job_id)
             return job_of(row), self._keep_webhook_secret(session, job_id, webhook)
 
     def deliveries(self, job_id: str, *, tenant: str, after: int | None = None, limit: int = 20) -> list[Delivery]:
@@ -235,6 +246,16 @@ class JobStore:
         with self.database.read() as session:
             _own_row(session, job_id, tenant)
             return deliveries_of(session, job_id, after=after, limit=limit)
+
+    def note(self, origin: Origin, action: str, outcome: str, *, tenant: str | None, job_id: str | None = None) -> None:
+        """Add to the audit log what changed nothing else, such as a refusal."""
+        with self.database.write() as session:
+            note(session, self.database.now(session), origin, action, outcome, tenant=tenant, job_id=job_id)
+
+    def audit(self, *, tenant: str, after: int | None = None, limit: int = 20) -> list[AuditEntry]:
+        """What was done in a tenant's name, newest first; `after` is an entry's id."""
+        with self.database.read() as session:
+            return entries_of(session, tenant, after=after, limit=limit)
 
     def place_in_queue(self, job_id: str) -> int | None:
         """1 = next; None for a job that does not wait. Jobs of other tenants may still come between."""

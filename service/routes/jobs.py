@@ -8,7 +8,7 @@ from kvalign.config import ConversionConfig
 from service.auth import CurrentCaller
 from service.errors import PROBLEM_RESPONSES
 from service.eta import stage_eta_s
-from service.submission import announce, retry_job, submit_job
+from service.submission import announce, cancel_job, retry_job, submit_job
 from service.views import JobPage, JobView, SubmittedView, job_view
 from service.wiring import JobId, ServiceParts, Wiring
 from worker.jobs import Job, JobState
@@ -71,7 +71,7 @@ def get(job_id: JobId, caller: CurrentCaller, wiring: Wiring) -> JobView:
 
 @router.post("/{job_id}/cancel", summary="Stop a job, in whichever stage it is")
 def cancel(job_id: JobId, caller: CurrentCaller, wiring: Wiring) -> JobView:
-    return _view(wiring, wiring.store.request_cancel(job_id, tenant=caller.tenant))
+    return _view(wiring, cancel_job(wiring, caller, job_id))
 
 
 @router.post("/{job_id}/retry", status_code=202, summary="Go on with a failed or canceled job")
