@@ -129,6 +129,8 @@ async def _kvalign_error(request: Request, error: KvalignError) -> Response:
         status, code = error.status, error.problem_code
     else:
         status, code = _STATUS.get(error.code, 500), error.code
+    if standing := getattr(error, "standing", None):
+        request.state.standing = standing  # service.middleware tells it
     if status == 500:
         log.error("request failed with %s", code, exc_info=error)
     return problem(

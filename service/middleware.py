@@ -74,6 +74,8 @@ class _Answer:
             for name, value in _SECURITY_HEADERS.items():
                 headers.setdefault(name, value)
             headers["X-Request-Id"] = self._state["request_id"]
+            if standing := self._state.get("standing"):
+                headers.update(standing.headers())
         elif not message.get("more_body", False):
             self.log_line()
         await self._send(message)

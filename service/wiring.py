@@ -7,7 +7,8 @@ from typing import Annotated
 from celery import Celery
 from fastapi import Depends, Path, Request
 
-from service.auth import Accounts
+from service.auth import FAILED_LOGINS, READS, SUBMISSIONS, Accounts
+from service.rate_limits import RateLimits
 from service.settings import ServiceSettings
 from service.streams import Streams
 from service.webhooks.post import Poster
@@ -33,12 +34,14 @@ class ServiceParts:
     accounts: Accounts
     streams: Streams
     sender: Sender
+    rate_limits: RateLimits
 
     def hub(self, token: str) -> Hub:
         return _hub(self.settings, token)
 
     def close(self) -> None:
         self.sender.stop()
+        self.rate_limits.close()
         self.store.close()
         self.celery.close()
 
@@ -59,6 +62,14 @@ def wire(settings: ServiceSettings) -> ServiceParts:
             Poster(),
             allow_private=settings.webhook_allow_private,
             poll_s=settings.webhook_poll_s,
+        ),
+        rate_limits=RateLimits(
+            settings.rate_limit_redis_url or settings.redis_url,
+            {
+                SUBMISSIONS: settings.submissions_per_minute,
+                READS: settings.reads_per_minute,
+                FAILED_LOGINS: settings.failed_logins_per_minute,
+            },
         ),
     )
 

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, BackgroundTasks, Header, Query, Response
 
 from kvalign.config import ConversionConfig
-from service.auth import CurrentCaller
+from service.auth import CurrentCaller, Submitter
 from service.errors import PROBLEM_RESPONSES
 from service.eta import stage_eta_s
 from service.submission import announce, cancel_job, retry_job, submit_job
@@ -33,7 +33,7 @@ IdempotencyKey = Annotated[
 )
 def submit(
     config: ConversionConfig,
-    caller: CurrentCaller,
+    caller: Submitter,
     wiring: Wiring,
     response: Response,
     afterwards: BackgroundTasks,
@@ -75,7 +75,7 @@ def cancel(job_id: JobId, caller: CurrentCaller, wiring: Wiring) -> JobView:
 
 
 @router.post("/{job_id}/retry", status_code=202, summary="Go on with a failed or canceled job")
-def retry(job_id: JobId, caller: CurrentCaller, wiring: Wiring, afterwards: BackgroundTasks) -> JobView:
+def retry(job_id: JobId, caller: Submitter, wiring: Wiring, afterwards: BackgroundTasks) -> JobView:
     """Resumes after the last finished stage, with the token of this request."""
     job = retry_job(wiring, caller, job_id)
     afterwards.add_task(announce, wiring, job)

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from kvalign.config import ConversionConfig
-from service.auth import CurrentCaller
+from service.auth import Submitter
 from service.errors import PROBLEM_RESPONSES
 from service.submission import check_config
 from service.wiring import Wiring
@@ -46,7 +46,7 @@ class PreflightView(BaseModel):
 
 
 @router.post("/v1/preflight", summary="May this be converted, and at what cost")
-def run_preflight(config: ConversionConfig, caller: CurrentCaller, wiring: Wiring) -> PreflightView:
+def run_preflight(config: ConversionConfig, caller: Submitter, wiring: Wiring) -> PreflightView:
     check_config(wiring, config)
     found = preflight(wiring.hub(caller.token), config)
     source = found.source
