@@ -28,6 +28,24 @@ WebhookEvent = Literal["job.queued", "job.running", "job.cancelling", "job.succe
 Label = Annotated[str, Field(max_length=200)]
 
 
+# What the checks below accept, in the words of JSON Schema, for those who make requests from /openapi.json.
+_PART = r"[A-Za-z0-9_]+(?:(?:-(?:\.-)*\.?|\.(?:-\.)*-?)[A-Za-z0-9_]+)*"
+_REPO_SCHEMA: dict[str, Any] = {
+    "pattern": f"^(?:{_PART}/)?{_PART}$",
+    "allOf": [{"pattern": "^(?:[^/]{1,96}/)?[^/]{1,96}$"}],
+    "not": {"pattern": r"\.git$"},
+}
+_REVISION_SCHEMA: dict[str, Any] = {"pattern": r"^[A-Za-z0-9_\-./+]{1,128}$", "not": {"pattern": r"^/|\.\."}}
+_URL_SCHEMA: dict[str, Any] = {"pattern": "^[Hh][Tt][Tt][Pp][Ss]?://[!-~]+$"}
+_SECRET_SCHEMA: dict[str, Any] = {"pattern": "^whsec_[A-Za-z0-9+/]{32,88}={0,2}$"}
+_ONE_TARGET_SCHEMA: dict[str, Any] = {
+    "not": {
+        "required": ["max_kl", "ratio"],
+        "properties": {"max_kl": {"type": "number"}, "ratio": {"type": "number"}},
+    }
+}
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -56,8 +74,8 @@ def _checked_repo(name: str) -> str:
 class Source(_Section):
     """The model to convert: a Hub repo at a revision."""
 
-    repo: str
-    revision: str = "main"
+    repo: str = Field(json_schema_extra=_REPO_SCHEMA)
+    revision: str = Field(default="main", json_schema_extra=_REVISION_SCHEMA)
 
     _repo = field_validator("repo")(_checked_repo)
 
@@ -72,7 +90,7 @@ class Source(_Section):
 class Target(_Section):
     """Where the converted model goes, and in which shape."""
 
-    repo: str
+    repo: str = Field(json_schema_extra=_REPO_SCHEMA)
     visibility: Literal["private", "public"] = "private"
     layout: Literal["full", "codec"] = "full"
     on_existing: Literal["fail", "update"] = "fail"
@@ -82,6 +100,8 @@ class Target(_Section):
 
 class CodecOptions(_Section):
     """How small, how good. Exactly one of max_kl and ratio is the target; max_kl = 0.02 when none is given."""
+
+    model_config = ConfigDict(json_schema_extra=_ONE_TARGET_SCHEMA)
 
     max_kl: float | None = Field(default=None, gt=0, le=10)
     ratio: float | None = Field(default=None, gt=1, le=1000)
@@ -139,8 +159,8 @@ class Webhook(_Section):
     secret  never in a dump of the settings; None has the service make one
     """
 
-    url: str = Field(max_length=2000)
-    secret: SecretStr | None = Field(default=None, exclude=True)
+    url: str = Field(max_length=2000, json_schema_extra=_URL_SCHEMA)
+    secret: Annotated[SecretStr, Field(json_schema_extra=_SECRET_SCHEMA)] | None = Field(default=None, exclude=True)
     events: tuple[WebhookEvent, ...] = Field(
         default=("job.succeeded", "job.failed", "job.canceled"), min_length=1, max_length=6
     )

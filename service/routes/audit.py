@@ -7,10 +7,10 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from service.auth import CurrentCaller
-from service.errors import PROBLEM_RESPONSES
+from service.errors import ACCOUNT_RESPONSES
 from service.wiring import Wiring
 
-router = APIRouter(tags=["audit"], responses=PROBLEM_RESPONSES)
+router = APIRouter(tags=["audit"], responses=ACCOUNT_RESPONSES)
 
 
 class AuditEntryView(BaseModel):

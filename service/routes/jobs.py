@@ -6,14 +6,16 @@ from fastapi import APIRouter, BackgroundTasks, Header, Query, Response
 
 from kvalign.config import ConversionConfig
 from service.auth import CurrentCaller, Submitter
-from service.errors import PROBLEM_RESPONSES
+from service.errors import ACCOUNT_RESPONSES
 from service.eta import stage_eta_s
 from service.submission import announce, cancel_job, retry_job, submit_job
 from service.views import JobPage, JobView, SubmittedView, job_view
 from service.wiring import JobId, ServiceParts, Wiring
 from worker.jobs import Job, JobState
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=PROBLEM_RESPONSES)
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=ACCOUNT_RESPONSES)
+
+LOCATION = {"description": "the path of the job", "required": True, "schema": {"type": "string"}}
 
 IdempotencyKey = Annotated[
     str | None,
@@ -29,7 +31,14 @@ IdempotencyKey = Annotated[
     "",
     status_code=202,
     summary="Submit a conversion",
-    responses={200: {"model": SubmittedView, "description": "An earlier request already led to this job."}},
+    responses={
+        200: {
+            "model": SubmittedView,
+            "description": "An earlier request already led to this job.",
+            "headers": {"Location": LOCATION},
+        },
+        202: {"headers": {"Location": LOCATION}},
+    },
 )
 def submit(
     config: ConversionConfig,

@@ -7,12 +7,12 @@ from pydantic import BaseModel, Field
 
 from kvalign.config import ConversionConfig
 from service.auth import Submitter
-from service.errors import PROBLEM_RESPONSES
+from service.errors import ACCOUNT_RESPONSES
 from service.submission import check_config
 from service.wiring import Wiring
 from worker.preflight import preflight
 
-router = APIRouter(tags=["preflight"], responses=PROBLEM_RESPONSES)
+router = APIRouter(tags=["preflight"], responses=ACCOUNT_RESPONSES)
 
 
 class CheckView(BaseModel):

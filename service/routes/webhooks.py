@@ -6,12 +6,12 @@ from fastapi import APIRouter, Query, Response
 
 from kvalign.config import Webhook
 from service.auth import CurrentCaller
-from service.errors import PROBLEM_RESPONSES
+from service.errors import ACCOUNT_RESPONSES
 from service.submission import set_webhook
 from service.views import DeliveryPage, WebhookView, delivery_view
 from service.wiring import JobId, Wiring
 
-router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["webhooks"], responses=PROBLEM_RESPONSES)
+router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["webhooks"], responses=ACCOUNT_RESPONSES)
 
 
 @router.put("/webhook", summary="Tell another address of the job's changes of state")
