@@ -1,11 +1,14 @@
 """What a caller may choose for one conversion; frozen and self-checking. Must not import torch or the Hub."""
 
+import base64
+import binascii
 import difflib
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from kvalign.errors import ConfigInvalid
 
@@ -16,8 +19,31 @@ _NAME = r"\w(?:[\w\-.]{0,94}\w)?"
 _REPO = re.compile(rf"(?:{_NAME}/)?{_NAME}", re.ASCII)
 _REVISION = re.compile(r"(?!/)(?!.*\.\.)[\w\-./+]{1,128}", re.ASCII)
 
+# Of the Standard Webhooks scheme: 24 to 64 random bytes.
+_SECRET = re.compile(r"whsec_([A-Za-z0-9+/]{32,88}={0,2})", re.ASCII)
+_VISIBLE = re.compile(r"[\x21-\x7e]+")
+
 Metric = Literal["gradient", "forward", "none"]
+WebhookEvent = Literal["job.queued", "job.running", "job.cancelling", "job.succeeded", "job.failed", "job.canceled"]
 Label = Annotated[str, Field(max_length=200)]
+
+
+# What the checks below accept, in the words of JSON Schema, for those who make requests from /openapi.json.
+_PART = r"[A-Za-z0-9_]+(?:(?:-(?:\.-)*\.?|\.(?:-\.)*-?)[A-Za-z0-9_]+)*"
+_REPO_SCHEMA: dict[str, Any] = {
+    "pattern": f"^(?:{_PART}/)?{_PART}$",
+    "allOf": [{"pattern": "^(?:[^/]{1,96}/)?[^/]{1,96}$"}],
+    "not": {"pattern": r"\.git$"},
+}
+_REVISION_SCHEMA: dict[str, Any] = {"pattern": r"^[A-Za-z0-9_\-./+]{1,128}$", "not": {"pattern": r"^/|\.\."}}
+_URL_SCHEMA: dict[str, Any] = {"pattern": "^[Hh][Tt][Tt][Pp][Ss]?://[!-~]+$"}
+_SECRET_SCHEMA: dict[str, Any] = {"pattern": "^whsec_[A-Za-z0-9+/]{32,88}={0,2}$"}
+_ONE_TARGET_SCHEMA: dict[str, Any] = {
+    "not": {
+        "required": ["max_kl", "ratio"],
+        "properties": {"max_kl": {"type": "number"}, "ratio": {"type": "number"}},
+    }
+}
 
 
 class _Section(BaseModel):
@@ -48,8 +74,8 @@ def _checked_repo(name: str) -> str:
 class Source(_Section):
     """The model to convert: a Hub repo at a revision."""
 
-    repo: str
-    revision: str = "main"
+    repo: str = Field(json_schema_extra=_REPO_SCHEMA)
+    revision: str = Field(default="main", json_schema_extra=_REVISION_SCHEMA)
 
     _repo = field_validator("repo")(_checked_repo)
 
@@ -64,7 +90,7 @@ class Source(_Section):
 class Target(_Section):
     """Where the converted model goes, and in which shape."""
 
-    repo: str
+    repo: str = Field(json_schema_extra=_REPO_SCHEMA)
     visibility: Literal["private", "public"] = "private"
     layout: Literal["full", "codec"] = "full"
     on_existing: Literal["fail", "update"] = "fail"
@@ -74,6 +100,8 @@ class Target(_Section):
 
 class CodecOptions(_Section):
     """How small, how good. Exactly one of max_kl and ratio is the target; max_kl = 0.02 when none is given."""
+
+    model_config = ConfigDict(json_schema_extra=_ONE_TARGET_SCHEMA)
 
     max_kl: float | None = Field(default=None, gt=0, le=10)
     ratio: float | None = Field(default=None, gt=1, le=1000)
@@ -125,6 +153,55 @@ class Validation(_Section):
     gate: Gate = Gate()
 
 
+class Webhook(_Section):
+    """Whom the service tells of a job's changes of state, by the Standard Webhooks scheme.
+
+    secret  never in a dump of the settings; None has the service make one
+    """
+
+    url: str = Field(max_length=2000, json_schema_extra=_URL_SCHEMA)
+    secret: Annotated[SecretStr, Field(json_schema_extra=_SECRET_SCHEMA)] | None = Field(default=None, exclude=True)
+    events: tuple[WebhookEvent, ...] = Field(
+        default=("job.succeeded", "job.failed", "job.canceled"), min_length=1, max_length=6
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _checked_url(cls, url: str) -> str:
+        if not _VISIBLE.fullmatch(url):
+            raise ValueError(
+                "holds spaces or characters beyond ASCII; percent-encode them, and write hosts in punycode"
+            )
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            raise ValueError("is not a URL; write https://host/path") from None
+        if parts.scheme not in {"https", "http"} or not parts.hostname or port == 0:
+            raise ValueError("is not the URL of a web server; write https://host/path")
+        if "@" in parts.netloc:
+            raise ValueError("carries a user or a password; leave them out, deliveries are signed instead")
+        if parts.fragment:
+            raise ValueError("has a part behind '#', which is never sent; leave it out")
+        return url
+
+    @field_validator("secret")
+    @classmethod
+    def _checked_secret(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None and not 24 <= _secret_bytes(secret.get_secret_value()) <= 64:
+            raise ValueError("is not 'whsec_' and 24 to 64 bytes in base64; leave it out, and one is made")
+        return secret
+
+
+def _secret_bytes(secret: str) -> int:
+    """How long a webhook's secret is; 0 for what is none."""
+    found = _SECRET.fullmatch(secret)
+    try:
+        return len(base64.b64decode(found[1], validate=True)) if found else 0
+    except binascii.Error:
+        return 0
+
+
 class ConversionConfig(_Section):
     """One conversion, as sent to the API (JSON) or the CLI (TOML or flags)."""
 
@@ -133,7 +210,7 @@ class ConversionConfig(_Section):
     codec: CodecOptions = Field(default_factory=CodecOptions)
     calibration: Calibration = Calibration()
     validation: Validation = Validation()
-    webhook: str | None = Field(default=None, max_length=2000)
+    webhook: Webhook | None = None
     labels: dict[Annotated[str, Field(max_length=64)], Label] = Field(default_factory=dict, max_length=32)
 
     @model_validator(mode="after")

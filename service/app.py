@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 
 from service.errors import install_error_handlers
 from service.middleware import BodyLimit, RequestContext
-from service.routes import events, health, jobs, metrics, preflight, report, support
+from service.routes import audit, events, health, jobs, metrics, preflight, report, support, webhooks
 from service.settings import ServiceSettings
 from service.wiring import wire
 
@@ -32,6 +32,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        parts.sender.start()
         yield
         parts.close()
 
@@ -51,7 +52,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     )
     app.state.parts = parts
     install_error_handlers(app)
-    for room in (jobs, events, report, preflight, support, health, metrics):
+    for room in (jobs, events, report, webhooks, audit, preflight, support, health, metrics):
         app.include_router(room.router)
     return app
 

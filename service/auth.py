@@ -12,17 +12,26 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from service.audit import refusals_noted
 from service.errors import RequestRefused
+from service.rate_limits import RateLimits, address_key
+from worker.audit import Origin
 from worker.hub import TokenInvalid
+
+READS, SUBMISSIONS, FAILED_LOGINS = "reads", "submissions", "failed_logins"
 
 _TOKEN = re.compile(r"^[\x21-\x7e]{1,512}$")
 
 _REMEDY = "Send the header 'Authorization: Bearer TOKEN' with a token of your Hub account."
+
+
+class LoginRefused(RequestRefused):
+    """A token that nobody's account stands behind."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,7 @@ class Caller:
 
     tenant: str
     token: str = field(repr=False)
+    origin: Origin
 
 
 class Accounts:
@@ -48,13 +58,19 @@ class Accounts:
         self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def name(self, token: str) -> str:
-        mark = hmac.digest(self._key, token.encode(), hashlib.sha256)
+    def remembered(self, token: str) -> str | None:
+        """The account of a token that was asked about lately."""
         with self._lock:
-            name, until = self._known.get(mark, ("", 0.0))
-        if until > time.monotonic():
-            return name
+            name, until = self._known.get(self._mark(token), ("", 0.0))
+        return name if until > time.monotonic() else None
+
+    def name(self, token: str) -> str:
+        """Raises what whoami raises."""
+        known = self.remembered(token)
+        if known is not None:
+            return known
         name = self._whoami(token)
+        mark = self._mark(token)
         with self._lock:
             self._known[mark] = (name, time.monotonic() + self._ttl_s)
             self._known.move_to_end(mark)
@@ -62,26 +78,54 @@ class Accounts:
                 self._known.popitem(last=False)
         return name
 
+    def _mark(self, token: str) -> bytes:
+        return hmac.digest(self._key, token.encode(errors="surrogatepass"), hashlib.sha256)
+
 
 _bearer = HTTPBearer(auto_error=False, description="a token of the caller's Hub account")
 
 
-def current_caller(
+def authenticated(
     request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Caller:
-    """The caller of this request. Blocks while the Hub is asked: FastAPI runs it in a thread."""
+    """Whose request this is. Blocks while the Hub is asked: FastAPI runs it in a thread."""
     if credentials is None:
         raise RequestRefused(401, "token_missing", "The request carries no bearer token.", _REMEDY)
+    origin = Origin(request.state.request_id, request.client.host if request.client else "")
+    parts = request.app.state.parts
     token = credentials.credentials.strip()
-    if not _TOKEN.match(token):
-        raise RequestRefused(401, "token_invalid", "The bearer token is not a Hub token.", _REMEDY)
-    accounts: Accounts = request.app.state.parts.accounts
-    try:
-        caller = Caller(tenant=accounts.name(token), token=token)
-    except TokenInvalid as error:
-        raise RequestRefused(401, "token_invalid", error.message, _REMEDY) from None
-    request.state.tenant = caller.tenant
+    tenant = parts.accounts.remembered(token)
+    if tenant is None:
+        parts.rate_limits.check(FAILED_LOGINS, address_key(origin.address))
+        with refusals_noted(parts.store, origin, "login", tenant=None, of=LoginRefused):
+            tenant = _account(parts, origin, token)
+    request.state.tenant = tenant
+    return Caller(tenant, token, origin)
+
+
+def _account(parts: Any, origin: Origin, token: str) -> str:
+    """The account as the Hub names it; a refusal is counted for the address it came from."""
+    reason = "The bearer token is not a Hub token."
+    if _TOKEN.match(token):
+        try:
+            name: str = parts.accounts.name(token)
+        except TokenInvalid as error:
+            reason = error.message
+        else:
+            return name
+    parts.rate_limits.spend(FAILED_LOGINS, address_key(origin.address))
+    raise LoginRefused(401, "token_invalid", reason, _REMEDY)
+
+
+def _spending(budget: str) -> Callable[..., Caller]:
+    def caller(request: Request, caller: Annotated[Caller, Depends(authenticated)]) -> Caller:
+        """Counts the request; the answer tells what is left (service.middleware)."""
+        limits: RateLimits = request.app.state.parts.rate_limits
+        request.state.standing = limits.spend(budget, caller.tenant)
+        return caller
+
     return caller
 
 
-CurrentCaller = Annotated[Caller, Depends(current_caller)]
+CurrentCaller = Annotated[Caller, Depends(_spending(READS))]
+Submitter = Annotated[Caller, Depends(_spending(SUBMISSIONS))]

@@ -98,6 +98,8 @@ def submit(
             raise click.UsageError(f"Name the {section.upper()} repo, as an argument or in --config.")
     with _client(api, token) as client:
         job = client.submit(config)
+        if job.get("webhook_secret") and not (as_json and not watching):
+            _say(f"webhook secret, shown this once: {job['webhook_secret']}", error=as_json)
         if watching:
             _say(f"{job['id']} {job['state']}", error=as_json)
             _watch(client, job["id"], as_json)

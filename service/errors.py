@@ -75,12 +75,37 @@ class Problem(BaseModel):
     request_id: str = Field(description="quote it when asking the operator")
 
 
+_PROBLEM_CONTENT = {"application/problem+json": {"schema": Problem.model_json_schema()}}
+
+
+def _header(description: str, kind: str = "string", *, required: bool = True) -> dict[str, Any]:
+    return {"description": description, "required": required, "schema": {"type": kind}}
+
+
+_REQUEST_ID = {"X-Request-Id": _header("of this request: the one it was sent with, or a new one")}
+RATE_HEADERS = {
+    "RateLimit-Policy": _header("the budget of a minute, where there is one", required=False),
+    "RateLimit": _header("what is left of it", required=False),
+}
+
 PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {
-        "description": description,
-        "content": {"application/problem+json": {"schema": Problem.model_json_schema()}},
-    }
-    for status, description in (("4XX", "The request was refused."), ("5XX", "It could not be answered now."))
+    "4XX": {"description": "The request was refused.", "content": _PROBLEM_CONTENT, "headers": _REQUEST_ID},
+    "5XX": {"description": "It could not be answered now.", "content": _PROBLEM_CONTENT, "headers": _REQUEST_ID},
+}
+
+# Of routes that ask whose request it is.
+ACCOUNT_RESPONSES: dict[int | str, dict[str, Any]] = {
+    **PROBLEM_RESPONSES,
+    401: {
+        "description": "The request carries no token, or one that the Hub does not accept.",
+        "content": _PROBLEM_CONTENT,
+        "headers": {**_REQUEST_ID, "WWW-Authenticate": _header("always Bearer")},
+    },
+    429: {
+        "description": "Too many requests, jobs or streams of this account, or failed logins of this address.",
+        "content": _PROBLEM_CONTENT,
+        "headers": {**_REQUEST_ID, **RATE_HEADERS, "Retry-After": _header("seconds", "integer")},
+    },
 }
 
 
@@ -129,6 +154,8 @@ async def _kvalign_error(request: Request, error: KvalignError) -> Response:
         status, code = error.status, error.problem_code
     else:
         status, code = _STATUS.get(error.code, 500), error.code
+    if standing := getattr(error, "standing", None):
+        request.state.standing = standing  # service.middleware tells it
     if status == 500:
         log.error("request failed with %s", code, exc_info=error)
     return problem(
@@ -178,6 +205,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == 405:
         headers["Allow"] = ", ".join(_allowed_methods(request)) or headers.get("Allow", "")
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
     return problem(request.state.request_id, error.status_code, code, detail.rstrip(".") + ".", remedy, headers=headers)
 
 
@@ -185,14 +214,13 @@ def _allowed_methods(request: Request) -> list[str]:
     """Of every route with this path: the router itself names those of the first alone."""
     document = request.app.openapi()["paths"]
     path = request.url.path
-    return sorted(
-        {
-            method.upper()
-            for template, methods in document.items()
-            if compile_path(template)[0].match(path)
-            for method in methods
-        }
-    )
+    methods = {
+        method.upper()
+        for template, methods in document.items()
+        if compile_path(template.replace("{file}", "{file:path}"))[0].match(path)
+        for method in methods
+    }
+    return sorted(methods | {"OPTIONS"} | ({"HEAD"} if "GET" in methods else set()))
 
 
 async def _surrogate(request: Request, _error: UnicodeEncodeError) -> Response:

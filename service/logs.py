@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
-_FIELDS = ("tenant", "job_id", "method", "path", "status", "duration_ms", "check")
+_FIELDS = ("tenant", "job_id", "method", "path", "status", "duration_ms", "check", "action", "outcome", "address")
 
 # Nothing here logs a token. This is the second lock: an error message of a library may quote a header.
 _SECRETS = re.compile(r"hf_\w{4,}|(?<=earer )[^\s\"'\\,;)]+|(?<=://)[^/\s@]+(?=@)")

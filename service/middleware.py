@@ -44,8 +44,10 @@ class RequestContext:
         state["request_id"] = _accepted(Headers(scope=scope).get("x-request-id"))
         mark = request_id.set(state["request_id"])
         answer = _Answer(send, scope, state)
+        # Routes know GET alone: the same answer is made, and its body kept back (RFC 9110, 9.3.2).
+        asked = {**scope, "method": "GET"} if answer.is_head else scope
         try:
-            await self.app(scope, receive, answer.send)
+            await self.app(asked, receive, answer.send)
         except Exception:
             log.exception("unhandled error", extra={"path": scope["path"]})
             if answer.status:
@@ -65,6 +67,7 @@ class _Answer:
         self._state = state
         self._began = time.monotonic()
         self._logged = False
+        self.is_head = state["is_head"] = scope["method"] == "HEAD"
         self.status = 0
 
     async def send(self, message: Message) -> None:
@@ -74,8 +77,12 @@ class _Answer:
             for name, value in _SECURITY_HEADERS.items():
                 headers.setdefault(name, value)
             headers["X-Request-Id"] = self._state["request_id"]
+            if standing := self._state.get("standing"):
+                headers.update(standing.headers())
         elif not message.get("more_body", False):
             self.log_line()
+        if self.is_head and message["type"] == "http.response.body":
+            message = {**message, "body": b""}
         await self._send(message)
 
     def log_line(self) -> None:

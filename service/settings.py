@@ -20,6 +20,12 @@ class ServiceSettings(WorkerSettings):
     sse_keepalive_s       seconds of silence after which a stream sends a comment
     streams_per_tenant    event streams one account may have open
     metrics_token         what /metrics asks of those who read it; open to all unless set
+    submissions_per_minute  requests that ask the Hub (submit, retry, preflight) of one account; 0 = no limit
+    reads_per_minute      other requests of one account; 0 = no limit
+    failed_logins_per_minute  of one address; 0 = no limit
+    rate_limit_redis_url  where requests are counted; the broker's Redis unless given
+    webhook_poll_s        seconds between two looks for webhooks to send
+    webhook_allow_private  webhooks may name http and private addresses: for tests, and networks of one's own
     free_disk_min_bytes   `kvalign doctor` fails a workspace disk with less than this free
     """
 
@@ -32,7 +38,18 @@ class ServiceSettings(WorkerSettings):
     sse_keepalive_s: float = Field(default=15.0, gt=0)
     streams_per_tenant: int = Field(default=20, ge=1)
     metrics_token: SecretStr | None = None
+    submissions_per_minute: int = Field(default=600, ge=0)
+    reads_per_minute: int = Field(default=6000, ge=0)
+    failed_logins_per_minute: int = Field(default=60, ge=0)
+    rate_limit_redis_url: str = Field(default="", repr=False)
+    webhook_poll_s: float = Field(default=1.0, gt=0, le=60)
+    webhook_allow_private: bool = False
     free_disk_min_bytes: int = Field(default=5 * _GIB, ge=0)
+
+    @field_validator("rate_limit_redis_url")
+    @classmethod
+    def _redis_or_none(cls, url: str) -> str:
+        return cls._redis(url) if url else url
 
     @field_validator("metrics_token")
     @classmethod

@@ -1,12 +1,13 @@
 """What the API answers, as types: the shapes of a job, an event, a page. Must not know SQL or HTTP routing."""
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from kvalign.config import ConversionConfig
+from kvalign.config import ConversionConfig, WebhookEvent
 from worker.jobs import ErrorCode, Job, JobEvent, JobState, Stage
+from worker.outbox import Delivery
 
 
 class JobErrorView(BaseModel):
@@ -32,6 +33,7 @@ class Links(BaseModel):
     report: str
     cancel: str
     retry: str
+    deliveries: str
 
 
 class JobView(BaseModel):
@@ -59,6 +61,48 @@ class JobView(BaseModel):
     error: JobErrorView | None
     result: JobResultView | None
     links: Links
+
+
+class SubmittedView(JobView):
+    """A job, and what is told of it this once."""
+
+    webhook_secret: str | None = Field(
+        default=None, description="made for this job's webhook, which named none; shown this once"
+    )
+
+
+class WebhookView(BaseModel):
+    """Whom a job's webhook tells."""
+
+    url: str
+    events: list[WebhookEvent]
+    secret: str | None = Field(description="only if it was made now; shown this once")
+
+
+class AttemptView(BaseModel):
+    """An attempt at a delivery that came to an end."""
+
+    attempt: int
+    at: datetime
+    status: int | None = Field(description="of the receiver's answer; null when it gave none")
+    error: str = Field(description="why it does not count as delivered; empty when it does")
+
+
+class DeliveryView(BaseModel):
+    """One message to a job's webhook."""
+
+    id: str = Field(description="the webhook-id that the receiver sees")
+    sequence: int = Field(description="of the event it tells of; the last one of a page is the next one's `after`")
+    type: str = Field(description="job. and the state that was entered")
+    state: Literal["pending", "delivered", "failed"]
+    created_at: datetime
+    next_at: datetime | None = Field(description="when it is sent again; null once delivered or given up")
+    attempts: list[AttemptView]
+
+
+class DeliveryPage(BaseModel):
+    data: list[DeliveryView]
+    has_more: bool
 
 
 class JobPage(BaseModel):
@@ -111,7 +155,20 @@ def job_view(job: Job, *, place_in_queue: int | None = None, eta_s: float | None
             report=f"{path}/report",
             cancel=f"{path}/cancel",
             retry=f"{path}/retry",
+            deliveries=f"{path}/deliveries",
         ),
+    )
+
+
+def delivery_view(delivery: Delivery) -> DeliveryView:
+    return DeliveryView(
+        id=delivery.id,
+        sequence=delivery.sequence,
+        type=delivery.type,
+        state=delivery.state,
+        created_at=delivery.created_at,
+        next_at=delivery.next_at,
+        attempts=[AttemptView(**entry) for entry in delivery.log],
     )
 
 

@@ -7,11 +7,15 @@ from typing import Annotated
 from celery import Celery
 from fastapi import Depends, Path, Request
 
-from service.auth import Accounts
+from service.auth import FAILED_LOGINS, READS, SUBMISSIONS, Accounts
+from service.rate_limits import RateLimits
 from service.settings import ServiceSettings
 from service.streams import Streams
+from service.webhooks.post import Poster
+from service.webhooks.sender import Sender
 from worker.app import create_celery
 from worker.hub import Hub
+from worker.outbox import Outbox
 from worker.store import JobNotFound, JobStore
 
 STREAM_THREADS = 16
@@ -29,25 +33,44 @@ class ServiceParts:
     celery: Celery
     accounts: Accounts
     streams: Streams
+    sender: Sender
+    rate_limits: RateLimits
 
     def hub(self, token: str) -> Hub:
         return _hub(self.settings, token)
 
     def close(self) -> None:
+        self.sender.stop()
+        self.rate_limits.close()
         self.store.close()
         self.celery.close()
 
 
 def wire(settings: ServiceSettings) -> ServiceParts:
     """Open the database (bringing its tables up to date) and prepare the rest; connects to nothing else."""
+    store = JobStore.open(
+        settings.database, settings.secret_key.get_secret_value(), alive_limit=settings.alive_per_tenant
+    )
     return ServiceParts(
         settings=settings,
-        store=JobStore.open(
-            settings.database, settings.secret_key.get_secret_value(), alive_limit=settings.alive_per_tenant
-        ),
+        store=store,
         celery=create_celery(settings),
         accounts=Accounts(lambda token: Hub(settings.hub_endpoint, token).whoami().name, ttl_s=settings.whoami_cache_s),
         streams=Streams(settings.streams_per_tenant, STREAM_THREADS),
+        sender=Sender(
+            Outbox(store.database, store.cipher),
+            Poster(),
+            allow_private=settings.webhook_allow_private,
+            poll_s=settings.webhook_poll_s,
+        ),
+        rate_limits=RateLimits(
+            settings.rate_limit_redis_url or settings.redis_url,
+            {
+                SUBMISSIONS: settings.submissions_per_minute,
+                READS: settings.reads_per_minute,
+                FAILED_LOGINS: settings.failed_logins_per_minute,
+            },
+        ),
     )
 
 

@@ -7,6 +7,9 @@ job_tokens        the Hub token it acts with, encrypted; the row is gone once th
 report_files      its report card, kept after the workspace is gone
 idempotency_keys  which job a client's key led to
 workers           when each worker process was last seen
+audit             who did what, and what came of it
+webhook_secrets   what deliveries of a job are signed with, encrypted
+webhook_deliveries  what a job's webhook is to be told, and what came of it
 """
 
 from datetime import UTC, datetime
@@ -19,6 +22,7 @@ from sqlalchemy import (
     Dialect,
     ForeignKey,
     Index,
+    Integer,
     LargeBinary,
     MetaData,
     String,
@@ -32,6 +36,9 @@ ALIVE = ("queued", "running", "cancelling")
 LEASED = ("running", "cancelling")
 
 _is_alive = text("state IN ('queued', 'running', 'cancelling')")
+_is_pending = text("state = 'pending'")
+has_ended = text("state IN ('succeeded', 'failed', 'canceled')")
+"""Spelt out, since an index of some rows is used only where the query says the same words."""
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -74,6 +81,7 @@ class Base(DeclarativeBase):
     type_annotation_map = {  # noqa: RUF012 - SQLAlchemy reads it as a plain class attribute
         datetime: UtcDateTime,
         dict[str, Any]: JSON,
+        list[dict[str, Any]]: JSON,
         str: Word(200),
     }
 
@@ -95,6 +103,7 @@ class JobRow(Base):
         Index("ix_jobs_state_tenant", "state", "tenant"),
         Index("ix_jobs_tenant_id", "tenant", "id"),
         Index("ix_jobs_tenant_claimed_at", "tenant", "claimed_at"),
+        Index("ix_jobs_ended_updated_at", "updated_at", sqlite_where=has_ended, postgresql_where=has_ended),
         Index("uq_jobs_one_alive", "identity", unique=True, sqlite_where=_is_alive, postgresql_where=_is_alive),
     )
 
@@ -178,3 +187,55 @@ class WorkerRow(Base):
 
     name: Mapped[str] = mapped_column(primary_key=True)
     seen_at: Mapped[datetime]
+
+
+class AuditRow(Base):
+    """One act. It outlives its job, so job_id refers to no table; tenant is null when nobody could be told."""
+
+    __tablename__ = "audit"
+    __table_args__ = (Index("ix_audit_tenant_id", "tenant", "id"), Index("ix_audit_at", "at"))
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer(), "sqlite"), primary_key=True)
+    at: Mapped[datetime]
+    tenant: Mapped[str | None]
+    action: Mapped[str] = mapped_column(Word(20))
+    outcome: Mapped[str] = mapped_column(Word(60))
+    job_id: Mapped[str | None] = mapped_column(Word(64))
+    request_id: Mapped[str] = mapped_column(Word(128))
+    address: Mapped[str] = mapped_column(Word(64))
+
+
+class WebhookSecretRow(Base):
+    """Outlives the end of the job, which its last deliveries are about."""
+
+    __tablename__ = "webhook_secrets"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    ciphertext: Mapped[str] = mapped_column(Text)
+
+
+class DeliveryRow(Base):
+    """One message to a job's webhook, about the event with its sequence.
+
+    payload   the very bytes that are signed and sent
+    state     pending, delivered or failed
+    attempts  how often a sender has taken it
+    next_at   when it may be taken again
+    log       one entry for each attempt that came to an end
+    """
+
+    __tablename__ = "webhook_deliveries"
+    __table_args__ = (
+        Index("ix_webhook_deliveries_due", "next_at", sqlite_where=_is_pending, postgresql_where=_is_pending),
+    )
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    sequence: Mapped[int] = mapped_column(primary_key=True)
+    tenant: Mapped[str]
+    type: Mapped[str] = mapped_column(Word(20))
+    payload: Mapped[str] = mapped_column(Text)
+    state: Mapped[str] = mapped_column(Word(20))
+    attempts: Mapped[int]
+    created_at: Mapped[datetime]
+    next_at: Mapped[datetime]
+    log: Mapped[list[dict[str, Any]]]

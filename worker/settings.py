@@ -24,6 +24,7 @@ class WorkerSettings(BaseSettings):
     alive_per_tenant      jobs one account may have queued and running together
     running_per_tenant    jobs of one account that may run at once
     failed_kept_s         how long a failed job's files stay for a retry to go on with
+    jobs_kept_days        how long ended jobs, with reports and events, and audit entries are kept; 0 = for ever
     """
 
     model_config = SettingsConfigDict(env_prefix="KVALIGN_", frozen=True, extra="ignore")
@@ -44,6 +45,7 @@ class WorkerSettings(BaseSettings):
     alive_per_tenant: int = Field(default=20, ge=1)
     running_per_tenant: int = Field(default=2, ge=1)
     failed_kept_s: float = Field(default=24 * 3600.0, ge=0)
+    jobs_kept_days: float = Field(default=90.0, ge=0, le=36_500)
 
     @classmethod
     def load(cls, **given: Any) -> Self:

@@ -3,20 +3,22 @@
 What a running job writes is in worker.leases. Must not import torch, the Hub's client or Celery.
 """
 
+import base64
 import hashlib
 import json
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
 from cryptography.fernet import Fernet
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.orm import Session
 
-from kvalign.config import ConversionConfig
+from kvalign.config import ConversionConfig, Webhook
 from kvalign.errors import ConfigInvalid, KvalignError
+from worker.audit import AuditEntry, Origin, entries_of, note
 from worker.database import Database
 from worker.fairness import queue_order
 from worker.jobs import (
@@ -28,6 +30,7 @@ from worker.jobs import (
     Progress,
     Stage,
 )
+from worker.outbox import Delivery, deliveries_of, keep_secret
 from worker.schema import (
     ALIVE,
     EventRow,
@@ -36,9 +39,12 @@ from worker.schema import (
     LabelRow,
     ReportFileRow,
     TokenRow,
+    WebhookSecretRow,
     WorkerRow,
 )
 from worker.transitions import enter, locked
+
+NOWHERE = Origin()
 
 _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"  # in order of character code, so that ids sort by time
 
@@ -65,10 +71,14 @@ class QuotaExceeded(KvalignError):
 
 @dataclass(frozen=True)
 class Submission:
-    """`created` is False when an earlier request already led to this job."""
+    """`created` is False when an earlier request already led to this job.
+
+    webhook_secret  one that was made for this job; it is not shown again
+    """
 
     job: Job
     created: bool
+    webhook_secret: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -105,11 +115,13 @@ class JobStore:
         source_commit: str,
         token: str,
         idempotency_key: str | None = None,
+        origin: Origin = NOWHERE,
     ) -> Submission:
         """Store a request as a queued job, or find the job that it already led to.
 
         A repeat of `idempotency_key` returns its job whatever became of it; so does the same conversion
-        (source commit, target and settings; labels and webhook aside) while a job for it is alive.
+        (source commit, target and settings; labels and webhook aside) while a job for it is alive. Bodies are compared
+        without the webhook's secret.
         Raises IdempotencyConflict and QuotaExceeded.
         """
         body = config.model_dump(mode="json")
@@ -118,6 +130,7 @@ class JobStore:
             earlier = _earlier_answer(session, tenant, idempotency_key, body)
             row = earlier or _alive_twin(session, identity)
             created = row is None
+            made = None
             at = self.database.now(session)
             if row is None:
                 self._check_quota(session, tenant)
@@ -126,7 +139,9 @@ class JobStore:
                 session.flush()
                 session.add_all(LabelRow(job_id=row.id, key=k, value=v) for k, v in config.labels.items())
                 self._keep_token(session, row.id, token)
+                made = self._keep_webhook_secret(session, row.id, config.webhook)
                 enter(session, row, JobState.QUEUED, at)
+                note(session, at, origin, "submit", "queued", tenant=tenant, job_id=row.id)
             if idempotency_key is not None and earlier is None:
                 session.add(
                     IdempotencyRow(
@@ -137,7 +152,7 @@ class JobStore:
                         created_at=at,
                     )
                 )
-            return Submission(job_of(row), created)
+            return Submission(job_of(row), created, made)
 
     def get(self, job_id: str, *, tenant: str) -> Job:
         """Raises JobNotFound, for another tenant's job too."""
@@ -182,7 +197,7 @@ class JobStore:
             _own_row(session, job_id, tenant)
             return [JobEvent(row.job_id, row.sequence, row.kind, row.at, row.data) for row in session.scalars(query)]
 
-    def request_cancel(self, job_id: str, *, tenant: str) -> Job:
+    def request_cancel(self, job_id: str, *, tenant: str, origin: Origin = NOWHERE) -> Job:
         """A queued job is canceled at once, a running one asked to stop; an ended one stays as it is."""
         with self.database.write() as session:
             row = _own_row(session, job_id, tenant, lock=True)
@@ -191,9 +206,10 @@ class JobStore:
                 enter(session, row, JobState.CANCELED, at)
             elif row.state == JobState.RUNNING:
                 enter(session, row, JobState.CANCELLING, at)
+            note(session, at, origin, "cancel", row.state, tenant=tenant, job_id=job_id)
             return job_of(row)
 
-    def retry(self, job_id: str, *, tenant: str, token: str) -> Job:
+    def retry(self, job_id: str, *, tenant: str, token: str, origin: Origin = NOWHERE) -> Job:
         """Queue a failed or canceled job again. Raises JobNotRetryable, QuotaExceeded."""
         with self.database.write(lock=f"tenant:{tenant}") as session:
             row = _own_row(session, job_id, tenant, lock=True)
@@ -206,7 +222,40 @@ class JobStore:
             row.stage, row.done, row.total, row.unit = None, 0, 0, ""
             self._keep_token(session, row.id, token)
             enter(session, row, JobState.QUEUED, at, retried=True)
+            note(session, at, origin, "retry", "queued", tenant=tenant, job_id=job_id)
             return job_of(row)
+
+    def set_webhook(
+        self, job_id: str, webhook: Webhook | None, *, tenant: str, origin: Origin = NOWHERE
+    ) -> tuple[Job, str | None]:
+        """Tell another address of what happens from now on, or none; messages that wait follow.
+
+        Returns the job, and the secret if one was made. Raises JobNotFound.
+        """
+        with self.database.write() as session:
+            row = _own_row(session, job_id, tenant, lock=True)
+            row.config = {**row.config, "webhook": webhook.model_dump(mode="json") if webhook else None}
+            if webhook is None:
+                session.execute(delete(WebhookSecretRow).where(WebhookSecretRow.job_id == job_id))
+            outcome = "set" if webhook else "removed"
+            note(session, self.database.now(session), origin, "webhook", outcome, tenant=tenant, job_id=job_id)
+            return job_of(row), self._keep_webhook_secret(session, job_id, webhook)
+
+    def deliveries(self, job_id: str, *, tenant: str, after: int | None = None, limit: int = 20) -> list[Delivery]:
+        """Messages to the job's webhook, newest first; `after` is a sequence. Raises JobNotFound."""
+        with self.database.read() as session:
+            _own_row(session, job_id, tenant)
+            return deliveries_of(session, job_id, after=after, limit=limit)
+
+    def note(self, origin: Origin, action: str, outcome: str, *, tenant: str | None, job_id: str | None = None) -> None:
+        """Add to the audit log what changed nothing else, such as a refusal."""
+        with self.database.write() as session:
+            note(session, self.database.now(session), origin, action, outcome, tenant=tenant, job_id=job_id)
+
+    def audit(self, *, tenant: str, after: int | None = None, limit: int = 20) -> list[AuditEntry]:
+        """What was done in a tenant's name, newest first; `after` is an entry's id."""
+        with self.database.read() as session:
+            return entries_of(session, tenant, after=after, limit=limit)
 
     def place_in_queue(self, job_id: str) -> int | None:
         """1 = next; None for a job that does not wait. Jobs of other tenants may still come between."""
@@ -273,6 +322,17 @@ class JobStore:
 
     def _keep_token(self, session: Session, job_id: str, token: str) -> None:
         session.merge(TokenRow(job_id=job_id, ciphertext=self.cipher.encrypt(token.encode()).decode()))
+
+    def _keep_webhook_secret(self, session: Session, job_id: str, webhook: Webhook | None) -> str | None:
+        """The secret if it had to be made."""
+        if webhook is None:
+            return None
+        if webhook.secret is not None:
+            keep_secret(session, self.cipher, job_id, webhook.secret.get_secret_value())
+            return None
+        made = "whsec_" + base64.b64encode(secrets.token_bytes(32)).decode()
+        keep_secret(session, self.cipher, job_id, made)
+        return made
 
 
 def job_of(row: JobRow) -> Job:

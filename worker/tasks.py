@@ -10,6 +10,7 @@ from celery import Celery, signals
 from worker.app import TASK, count_messages, create_celery, enqueue
 from worker.leases import Lease, Leases
 from worker.pipeline import Tools, run_attempt
+from worker.retention import forget
 from worker.settings import WorkerSettings
 from worker.stopping import StopFlag
 from worker.store import JobStore
@@ -95,6 +96,8 @@ class Worker:
             if swept:
                 _log.warning("jobs of vanished workers: %s", swept)
             self._repair_messages()
+            if forgotten := forget(self._store, kept_days=self._settings.jobs_kept_days):
+                _log.info("forgot %d old jobs and audit entries", forgotten)
             remove_useless_workspaces(self._store, self._tools.workspaces, failed_kept_s=self._settings.failed_kept_s)
 
     def _repair_messages(self) -> None:

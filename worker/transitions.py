@@ -17,6 +17,7 @@ from sqlalchemy import delete
 from sqlalchemy.orm import Session
 
 from worker.jobs import JobError, JobState
+from worker.outbox import tell
 from worker.schema import EventRow, JobRow, TokenRow
 
 
@@ -26,7 +27,10 @@ def locked(session: Session, job_id: str) -> JobRow | None:
 
 
 def enter(session: Session, row: JobRow, state: JobState, at: datetime, **details: Any) -> None:
-    """Change state, with the event that tells of it. A job that has ended keeps no lease and no token."""
+    """Change state, with the event and the webhook's message that tell of it.
+
+    A job that has ended keeps no lease and no token.
+    """
     row.state = state
     row.updated_at = at
     row.timestamps = {**row.timestamps, state.value: row.timestamps.get(state.value, at.isoformat())}
@@ -36,6 +40,7 @@ def enter(session: Session, row: JobRow, state: JobState, at: datetime, **detail
     if not state.alive:
         session.execute(delete(TokenRow).where(TokenRow.job_id == row.id))
     add_event(session, row, "state", at, {"state": state.value, **details})
+    tell(session, row, at)
 
 
 def fail(session: Session, row: JobRow, error: JobError, at: datetime) -> None:

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import anyio
 from anyio import to_thread
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from service.auth import CurrentCaller
-from service.errors import PROBLEM_RESPONSES, RequestRefused
+from service.errors import ACCOUNT_RESPONSES, RequestRefused
 from service.negotiation import preferred
 from service.views import EventPage, event_view
 from service.wiring import JobId, ServiceParts, Wiring
@@ -21,25 +21,28 @@ from worker.jobs import JobEvent
 PAGE = 500
 _EVENT_STREAM, _JSON = "text/event-stream", "application/json"
 
-router = APIRouter(tags=["jobs"], responses=PROBLEM_RESPONSES)
+router = APIRouter(tags=["jobs"], responses=ACCOUNT_RESPONSES)
 
 
 @router.get(
     "/v1/jobs/{job_id}/events",
     summary="Follow a job",
-    response_class=Response,
+    response_class=JSONResponse,
     responses={
         200: {
             "description": "id = sequence, event = kind, data = JSON; ends after the state that ends the job",
-            "content": {_EVENT_STREAM: {}, _JSON: {"schema": EventPage.model_json_schema()}},
-        }
+            "model": EventPage,
+            "content": {_EVENT_STREAM: {}},
+        },
+        204: {"description": "The job has ended, and nothing has happened since Last-Event-ID: do not come again."},
     },
 )
 def events(
+    request: Request,
     job_id: JobId,
     caller: CurrentCaller,
     wiring: Wiring,
-    accept: Annotated[str, Header()] = "",
+    accept: Annotated[str, Header(include_in_schema=False)] = "",
     last_event_id: Annotated[int, Header(ge=0, le=2**31 - 1)] = 0,
     after: Annotated[int, Query(ge=0, le=2**31 - 1, description="as Last-Event-ID, for pages")] = 0,
     limit: Annotated[int, Query(ge=1, le=PAGE, description="of a JSON page")] = PAGE,
@@ -58,6 +61,8 @@ def events(
     if follower.ended and not news and follower.after:
         return Response(status_code=204)  # tells an EventSource that reconnects after the end to stop
     wiring.streams.check(caller.tenant)
+    if request.state.is_head:  # a stream without a body would only stay open
+        return Response(media_type=_EVENT_STREAM)
     return EventSourceResponse(_stream(follower, news), ping=wiring.settings.sse_keepalive_s, sep="\n", send_timeout=60)
 
 

@@ -5,15 +5,17 @@ from typing import Annotated
 from fastapi import APIRouter, BackgroundTasks, Header, Query, Response
 
 from kvalign.config import ConversionConfig
-from service.auth import CurrentCaller
-from service.errors import PROBLEM_RESPONSES
+from service.auth import CurrentCaller, Submitter
+from service.errors import ACCOUNT_RESPONSES
 from service.eta import stage_eta_s
-from service.submission import announce, retry_job, submit_job
-from service.views import JobPage, JobView, job_view
+from service.submission import announce, cancel_job, retry_job, submit_job
+from service.views import JobPage, JobView, SubmittedView, job_view
 from service.wiring import JobId, ServiceParts, Wiring
 from worker.jobs import Job, JobState
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=PROBLEM_RESPONSES)
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=ACCOUNT_RESPONSES)
+
+LOCATION = {"description": "the path of the job", "required": True, "schema": {"type": "string"}}
 
 IdempotencyKey = Annotated[
     str | None,
@@ -29,16 +31,23 @@ IdempotencyKey = Annotated[
     "",
     status_code=202,
     summary="Submit a conversion",
-    responses={200: {"model": JobView, "description": "An earlier request already led to this job."}},
+    responses={
+        200: {
+            "model": SubmittedView,
+            "description": "An earlier request already led to this job.",
+            "headers": {"Location": LOCATION},
+        },
+        202: {"headers": {"Location": LOCATION}},
+    },
 )
 def submit(
     config: ConversionConfig,
-    caller: CurrentCaller,
+    caller: Submitter,
     wiring: Wiring,
     response: Response,
     afterwards: BackgroundTasks,
     idempotency_key: IdempotencyKey = None,
-) -> JobView:
+) -> SubmittedView:
     submission = submit_job(wiring, caller, config, idempotency_key)
     if submission.created:
         # After the answer: the job is stored, and a broker that is away must not keep the caller waiting.
@@ -46,7 +55,8 @@ def submit(
     else:
         response.status_code = 200
     response.headers["Location"] = f"/v1/jobs/{submission.job.id}"
-    return _view(wiring, submission.job)
+    view = _view(wiring, submission.job)
+    return SubmittedView(**dict(view), webhook_secret=submission.webhook_secret)
 
 
 @router.get("", summary="Your jobs, newest first")
@@ -70,11 +80,11 @@ def get(job_id: JobId, caller: CurrentCaller, wiring: Wiring) -> JobView:
 
 @router.post("/{job_id}/cancel", summary="Stop a job, in whichever stage it is")
 def cancel(job_id: JobId, caller: CurrentCaller, wiring: Wiring) -> JobView:
-    return _view(wiring, wiring.store.request_cancel(job_id, tenant=caller.tenant))
+    return _view(wiring, cancel_job(wiring, caller, job_id))
 
 
 @router.post("/{job_id}/retry", status_code=202, summary="Go on with a failed or canceled job")
-def retry(job_id: JobId, caller: CurrentCaller, wiring: Wiring, afterwards: BackgroundTasks) -> JobView:
+def retry(job_id: JobId, caller: Submitter, wiring: Wiring, afterwards: BackgroundTasks) -> JobView:
     """Resumes after the last finished stage, with the token of this request."""
     job = retry_job(wiring, caller, job_id)
     afterwards.add_task(announce, wiring, job)

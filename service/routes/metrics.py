@@ -36,6 +36,7 @@ def _may_scrape(wiring: Wiring, credentials: Annotated[HTTPAuthorizationCredenti
     summary="Metrics in the text format of Prometheus",
     dependencies=[Depends(_may_scrape)],
     response_class=Response,
+    openapi_extra={"security": [{}]},  # the token is asked for only where the operator has set one
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 def metrics(request: Request, wiring: Wiring) -> Response:

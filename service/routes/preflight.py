@@ -6,13 +6,13 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from kvalign.config import ConversionConfig
-from service.auth import CurrentCaller
-from service.errors import PROBLEM_RESPONSES
+from service.auth import Submitter
+from service.errors import ACCOUNT_RESPONSES
 from service.submission import check_config
 from service.wiring import Wiring
 from worker.preflight import preflight
 
-router = APIRouter(tags=["preflight"], responses=PROBLEM_RESPONSES)
+router = APIRouter(tags=["preflight"], responses=ACCOUNT_RESPONSES)
 
 
 class CheckView(BaseModel):
@@ -46,8 +46,8 @@ class PreflightView(BaseModel):
 
 
 @router.post("/v1/preflight", summary="May this be converted, and at what cost")
-def run_preflight(config: ConversionConfig, caller: CurrentCaller, wiring: Wiring) -> PreflightView:
-    check_config(config)
+def run_preflight(config: ConversionConfig, caller: Submitter, wiring: Wiring) -> PreflightView:
+    check_config(wiring, config)
     found = preflight(wiring.hub(caller.token), config)
     source = found.source
     return PreflightView(

@@ -5,12 +5,12 @@ from mimetypes import guess_type
 from fastapi import APIRouter, Response
 
 from service.auth import CurrentCaller
-from service.errors import PROBLEM_RESPONSES, RequestRefused
+from service.errors import ACCOUNT_RESPONSES, RequestRefused
 from service.wiring import JobId, Wiring
 
 REPORT = "report.json"
 
-router = APIRouter(prefix="/v1/jobs/{job_id}/report", tags=["reports"], responses=PROBLEM_RESPONSES)
+router = APIRouter(prefix="/v1/jobs/{job_id}/report", tags=["reports"], responses=ACCOUNT_RESPONSES)
 
 
 @router.get("", summary="The report as JSON", response_class=Response)

@@ -137,7 +137,11 @@ def test_a_target_that_cannot_be_written_is_refused_at_once(service_api: Api) ->
 @pytest.mark.parametrize(
     ("more", "word"),
     [
-        ({"webhook": "https://example.org/hook"}, "webhook"),
+        ({"webhook": {"url": "http://example.org/hook"}}, "webhook.url is not https"),
+        ({"webhook": {"url": "https://127.0.0.1/hook"}}, "not on the public Internet"),
+        ({"webhook": {"url": "https://no-such-host.invalid/"}}, "has no address"),
+        ({"webhook": {"url": "https://me@example.org/"}}, "webhook.url: carries a user"),
+        ({"webhook": {"url": "https://example.org/", "secret": "short"}}, "webhook.secret: is not 'whsec_'"),
         ({"calibration": {"dataset": "/etc/passwd"}}, "calibration.dataset"),
         ({"validation": {"dataset": "texts.jsonl"}}, "validation.dataset"),
         ({"labels": {"a": "b\u0000"}}, "labels"),

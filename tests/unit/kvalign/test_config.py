@@ -200,8 +200,43 @@ def test_settings_are_frozen() -> None:
 
 @pytest.mark.parametrize("codec", [{}, {"ratio": 9.5, "recent_tokens": 0}])
 def test_a_dump_parses_to_the_same(codec: dict[str, Any]) -> None:
-    config = parse(codec=codec, labels={"a": "b"}, webhook="https://example.org/hook")
+    config = parse(codec=codec, labels={"a": "b"}, webhook={"url": "https://example.org/hook"})
     assert ConversionConfig.parse(config.model_dump(mode="json")) == config
+
+
+def test_a_webhook_s_secret_is_in_no_dump() -> None:
+    secret = "whsec_" + "A" * 32
+    config = parse(webhook={"url": "https://example.org/hook", "secret": secret})
+    assert config.webhook is not None
+    assert config.webhook.secret is not None
+    assert config.webhook.secret.get_secret_value() == secret
+    assert secret not in config.model_dump_json() + repr(config) + str(config.model_dump())
+
+
+@pytest.mark.parametrize("secret", ["A" * 32, "whsec_", "whsec_" + "A" * 31, "whsec_" + "A" * 88, "whsec_" + "é" * 32])
+def test_a_webhook_s_secret_has_24_to_64_bytes_and_is_not_repeated_in_errors(secret: str) -> None:
+    with pytest.raises(ConfigInvalid, match=r"webhook\.secret") as refusal:
+        parse(webhook={"url": "https://example.org/", "secret": secret})
+    assert secret.removeprefix("whsec_") not in refusal.value.message or secret == "whsec_"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "example.org", "ftp://example.org/", "https://", "https:///x", "https://me:secret@example.org/"),
+        *("https://example.org:0/", "https://example.org:99999/", "https://example.org/#a", "https://exämple.org/"),
+        *("https://example.org/a b", "https://example.org/\r\nX: y", "https://[::1/", "javascript:alert(1)"),
+    ],
+)
+def test_a_webhook_s_url_is_that_of_a_web_server(url: str) -> None:
+    with pytest.raises(ConfigInvalid, match=r"webhook\.url"):
+        parse(webhook={"url": url})
+
+
+@pytest.mark.parametrize("events", [[], ["job.exploded"], ["succeeded"], "job.failed"])
+def test_a_webhook_s_events_are_states_that_jobs_enter(events: object) -> None:
+    with pytest.raises(ConfigInvalid, match=r"webhook\.events"):
+        parse(webhook={"url": "https://example.org/", "events": events})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from service.auth import Accounts, Caller
+from worker.audit import Origin
 
 
 def test_the_hub_is_asked_once_in_a_while() -> None:
@@ -59,4 +60,4 @@ def test_many_threads_may_ask() -> None:
 
 
 def test_a_caller_does_not_show_the_token() -> None:
-    assert "hf_secret" not in repr(Caller("me", "hf_secret"))
+    assert "hf_secret" not in repr(Caller("me", "hf_secret", Origin()))

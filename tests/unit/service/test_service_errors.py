@@ -119,7 +119,18 @@ def test_unknown_paths_and_methods() -> None:
     check_problem(ask("GET", "/nowhere"), 404, "not_found")
     answer = ask("DELETE", "/config")
     check_problem(answer, 405, "method_not_allowed")
-    assert answer.headers["allow"] == "GET, POST"
+    assert answer.headers["allow"] == "GET, HEAD, OPTIONS, POST"
+
+
+def test_head_is_get_without_its_body_and_options_tells_the_methods() -> None:
+    asked, told = ask("GET", "/config"), ask("HEAD", "/config")
+    assert (told.status_code, told.content) == (asked.status_code, b"")
+    assert told.headers["content-type"] == asked.headers["content-type"]
+    assert told.headers["content-length"] == asked.headers["content-length"]
+    assert ask("HEAD", "/nowhere").status_code == 404
+    answer = ask("OPTIONS", "/config")
+    assert (answer.status_code, answer.headers["allow"]) == (204, "GET, HEAD, OPTIONS, POST")
+    check_problem(ask("OPTIONS", "/nowhere"), 404, "not_found")
 
 
 def test_a_wrong_query_names_the_parameter() -> None:

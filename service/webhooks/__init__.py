@@ -1,0 +1,1 @@
+"""Delivery of webhooks by the API process: where a message may go, sending one, sending them all."""
