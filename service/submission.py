@@ -10,7 +10,7 @@ from kvalign.errors import ConfigInvalid
 from service.auth import Caller
 from service.wiring import ServiceParts
 from worker.app import enqueue
-from worker.jobs import Job
+from worker.jobs import Job, Origin
 from worker.preflight import preflight
 from worker.store import Submission
 
@@ -18,7 +18,11 @@ log = logging.getLogger(__name__)
 
 
 def submit_job(
-    wiring: ServiceParts, caller: Caller, config: ConversionConfig, idempotency_key: str | None
+    wiring: ServiceParts,
+    caller: Caller,
+    config: ConversionConfig,
+    idempotency_key: str | None,
+    origin: Origin,
 ) -> Submission:
     """Check a request and store it as a job. Blocks on the Hub and on SQL.
 
@@ -43,6 +47,7 @@ def submit_job(
         source_commit=source.commit,
         token=caller.token,
         idempotency_key=idempotency_key,
+        origin=origin,
     )
     if not submission.created:
         return _found(submission.job)
@@ -50,9 +55,9 @@ def submit_job(
     return submission
 
 
-def retry_job(wiring: ServiceParts, caller: Caller, job_id: str) -> Job:
+def retry_job(wiring: ServiceParts, caller: Caller, job_id: str, origin: Origin) -> Job:
     """Queue an ended job again, to act with the token of this request. Raises JobNotRetryable, QuotaExceeded."""
-    job = wiring.store.retry(job_id, tenant=caller.tenant, token=caller.token)
+    job = wiring.store.retry(job_id, tenant=caller.tenant, token=caller.token, origin=origin)
     _note("job queued again", job)
     return job
 

@@ -7,6 +7,7 @@ job_tokens        the Hub token it acts with, encrypted; the row is gone once th
 report_files      its report card, kept after the workspace is gone
 idempotency_keys  which job a client's key led to
 workers           when each worker process was last seen
+counters          what has happened so far, in numbers, for whoever operates the service
 """
 
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from sqlalchemy import (
     BigInteger,
     DateTime,
     Dialect,
+    Double,
     ForeignKey,
     Index,
     LargeBinary,
@@ -88,6 +90,7 @@ class JobRow(Base):
     last_event  sequence of the newest event
     log_events  how many log events are stored
     target_begun  whether this job was about to make its target repo, or has
+    request_id, traceparent  of the request that last queued it
     """
 
     __tablename__ = "jobs"
@@ -126,6 +129,8 @@ class JobRow(Base):
     last_event: Mapped[int] = mapped_column(default=0)
     log_events: Mapped[int] = mapped_column(default=0)
     target_begun: Mapped[bool] = mapped_column(default=False)
+    request_id: Mapped[str] = mapped_column(Word(128), default="", server_default="")
+    traceparent: Mapped[str] = mapped_column(Word(64), default="", server_default="")
 
 
 class LabelRow(Base):
@@ -178,3 +183,13 @@ class WorkerRow(Base):
 
     name: Mapped[str] = mapped_column(primary_key=True)
     seen_at: Mapped[datetime]
+
+
+class CounterRow(Base):
+    """A number that only grows; see worker.counters for the names."""
+
+    __tablename__ = "counters"
+
+    name: Mapped[str] = mapped_column(Word(64), primary_key=True)
+    label: Mapped[str] = mapped_column(Word(64), primary_key=True)
+    value: Mapped[float] = mapped_column(Double)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from cryptography.fernet import Fernet
+from cryptography.fernet import MultiFernet
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
@@ -20,11 +20,13 @@ from kvalign.errors import ConfigInvalid, KvalignError
 from worker.database import Database
 from worker.fairness import queue_order
 from worker.jobs import (
+    NO_ORIGIN,
     Job,
     JobError,
     JobEvent,
     JobResult,
     JobState,
+    Origin,
     Progress,
     Stage,
 )
@@ -38,6 +40,7 @@ from worker.schema import (
     TokenRow,
     WorkerRow,
 )
+from worker.secret_key import cipher_of
 from worker.transitions import enter, locked
 
 _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"  # in order of character code, so that ids sort by time
@@ -83,7 +86,7 @@ class JobStore:
     alive_limit  jobs one tenant may have queued and running together
     """
 
-    def __init__(self, database: Database, cipher: Fernet, alive_limit: int) -> None:
+    def __init__(self, database: Database, cipher: MultiFernet, alive_limit: int) -> None:
         self.database = database
         self.cipher = cipher
         self._alive_limit = alive_limit
@@ -91,7 +94,8 @@ class JobStore:
     @classmethod
     def open(cls, database_url: str, secret_key: str, *, alive_limit: int = 100) -> "JobStore":
         """Connect, and bring the tables up to date. Raises ConfigInvalid for a bad URL or key."""
-        return cls(Database.open(database_url), _cipher(secret_key), alive_limit)
+        cipher = _cipher(secret_key)  # before a connection is made, which nobody would close
+        return cls(Database.open(database_url), cipher, alive_limit)
 
     def close(self) -> None:
         """Close idle connections. The store stays usable and opens new ones when asked again."""
@@ -105,6 +109,7 @@ class JobStore:
         source_commit: str,
         token: str,
         idempotency_key: str | None = None,
+        origin: Origin = NO_ORIGIN,
     ) -> Submission:
         """Store a request as a queued job, or find the job that it already led to.
 
@@ -122,6 +127,7 @@ class JobStore:
             if row is None:
                 self._check_quota(session, tenant)
                 row = _new_row(tenant, body, identity, source_commit, at)
+                row.request_id, row.traceparent = origin.request_id, origin.traceparent
                 session.add(row)
                 session.flush()
                 session.add_all(LabelRow(job_id=row.id, key=k, value=v) for k, v in config.labels.items())
@@ -193,7 +199,7 @@ class JobStore:
                 enter(session, row, JobState.CANCELLING, at)
             return job_of(row)
 
-    def retry(self, job_id: str, *, tenant: str, token: str) -> Job:
+    def retry(self, job_id: str, *, tenant: str, token: str, origin: Origin = NO_ORIGIN) -> Job:
         """Queue a failed or canceled job again. Raises JobNotRetryable, QuotaExceeded."""
         with self.database.write(lock=f"tenant:{tenant}") as session:
             row = _own_row(session, job_id, tenant, lock=True)
@@ -201,6 +207,7 @@ class JobStore:
             self._check_quota(session, tenant)
             at = self.database.now(session)
             row.queued_at = at
+            row.request_id, row.traceparent = origin.request_id, origin.traceparent
             row.losses = 0
             row.error = None
             row.stage, row.done, row.total, row.unit = None, 0, 0, ""
@@ -291,12 +298,13 @@ def job_of(row: JobRow) -> Job:
         timestamps={state: datetime.fromisoformat(at) for state, at in row.timestamps.items()},
         error=JobError(**row.error) if row.error else None,
         result=JobResult(**row.result) if row.result else None,
+        origin=Origin(row.request_id, row.traceparent),
     )
 
 
-def _cipher(secret_key: str) -> Fernet:
+def _cipher(secret_key: str) -> MultiFernet:
     try:
-        return Fernet(secret_key)
+        return cipher_of(secret_key)
     except ValueError:
         raise ConfigInvalid(
             "The secret key is not 32 bytes in URL-safe base64.",

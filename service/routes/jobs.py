@@ -8,6 +8,7 @@ from kvalign.config import ConversionConfig
 from service.auth import CurrentCaller
 from service.errors import PROBLEM_RESPONSES
 from service.eta import stage_eta_s
+from service.origin import CurrentOrigin
 from service.submission import announce, retry_job, submit_job
 from service.views import JobPage, JobView, job_view
 from service.wiring import JobId, ServiceParts, Wiring
@@ -35,11 +36,12 @@ def submit(
     config: ConversionConfig,
     caller: CurrentCaller,
     wiring: Wiring,
+    origin: CurrentOrigin,
     response: Response,
     afterwards: BackgroundTasks,
     idempotency_key: IdempotencyKey = None,
 ) -> JobView:
-    submission = submit_job(wiring, caller, config, idempotency_key)
+    submission = submit_job(wiring, caller, config, idempotency_key, origin)
     if submission.created:
         # After the answer: the job is stored, and a broker that is away must not keep the caller waiting.
         afterwards.add_task(announce, wiring, submission.job)
@@ -74,9 +76,11 @@ def cancel(job_id: JobId, caller: CurrentCaller, wiring: Wiring) -> JobView:
 
 
 @router.post("/{job_id}/retry", status_code=202, summary="Go on with a failed or canceled job")
-def retry(job_id: JobId, caller: CurrentCaller, wiring: Wiring, afterwards: BackgroundTasks) -> JobView:
+def retry(
+    job_id: JobId, caller: CurrentCaller, wiring: Wiring, origin: CurrentOrigin, afterwards: BackgroundTasks
+) -> JobView:
     """Resumes after the last finished stage, with the token of this request."""
-    job = retry_job(wiring, caller, job_id)
+    job = retry_job(wiring, caller, job_id, origin)
     afterwards.add_task(announce, wiring, job)
     return _view(wiring, job)
 
