@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from service.durations import Durations, TimedAnswers
 from service.errors import install_error_handlers
 from service.middleware import BodyLimit, RequestContext
 from service.routes import audit, events, health, jobs, metrics, preflight, report, support, webhooks
@@ -28,7 +29,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     Raises ConfigInvalid for bad settings, SQLAlchemyError when the database does not answer.
     """
     chosen = settings or ServiceSettings.load()
-    parts = wire(chosen)
+    parts, durations = wire(chosen), Durations()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -45,12 +46,16 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        # Spans of requests alone; who gets them is worker.tracing's matter.
+        telemetry={"auto_configure": False, "operation_spans": False, "metrics": False, "logs": False},
         middleware=[
+            Middleware(TimedAnswers, durations=durations),
             Middleware(RequestContext),
             Middleware(BodyLimit, limit_bytes=chosen.body_limit_bytes),
         ],
     )
     app.state.parts = parts
+    app.state.durations = durations
     install_error_handlers(app)
     for room in (jobs, events, report, webhooks, audit, preflight, support, health, metrics):
         app.include_router(room.router)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvalign.errors import KvalignError
-from worker.audit import Origin
+from worker.jobs import Origin
 from worker.store import JobStore
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,9 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from service.audit import refusals_noted
 from service.errors import RequestRefused
 from service.rate_limits import RateLimits, address_key
-from worker.audit import Origin
 from worker.hub import TokenInvalid
+from worker.jobs import Origin
+from worker.tracing import current_traceparent
 
 READS, SUBMISSIONS, FAILED_LOGINS = "reads", "submissions", "failed_logins"
 
@@ -91,7 +92,8 @@ def authenticated(
     """Whose request this is. Blocks while the Hub is asked: FastAPI runs it in a thread."""
     if credentials is None:
         raise RequestRefused(401, "token_missing", "The request carries no bearer token.", _REMEDY)
-    origin = Origin(request.state.request_id, request.client.host if request.client else "")
+    address = request.client.host if request.client else ""
+    origin = Origin(request.state.request_id, address, current_traceparent())
     parts = request.app.state.parts
     token = credentials.credentials.strip()
     tenant = parts.accounts.remembered(token)

@@ -5,6 +5,8 @@ No check prints or waits for another; none puts a password into what it says. Mu
 
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +16,13 @@ from pathlib import Path
 
 import httpx
 import redis
-from cryptography.fernet import Fernet
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 from sqlalchemy.exc import SQLAlchemyError
 
 from kvalign.errors import ConfigInvalid
+from service.broker import open_broker
 from service.settings import ServiceSettings
 from worker.database import Database, Revision
+from worker.secret_key import cipher_of
 from worker.store import JobStore
 
 ANSWER_S = 4.0
@@ -95,12 +96,7 @@ def check_broker(settings: ServiceSettings) -> Finding:
     """Whether Redis answers, and keeps what it is given: on disk, and when its memory is full."""
     where = f"Redis at {masked(settings.redis_url)}"
     try:
-        with redis.Redis.from_url(
-            settings.redis_url,
-            socket_timeout=ANSWER_S,
-            socket_connect_timeout=ANSWER_S,
-            retry=Retry(NoBackoff(), 0),
-        ) as client:
+        with open_broker(settings.redis_url, answer_s=ANSWER_S) as client:
             said = client.info()
     except (redis.RedisError, ValueError, OSError) as error:
         return Finding(
@@ -167,7 +163,7 @@ def _live_workers(settings: ServiceSettings, within_s: float) -> int:
     database = Database.as_found(settings.database)
     if database is None:
         return 0
-    store = JobStore(database, Fernet(settings.secret_key.get_secret_value()), settings.alive_per_tenant)
+    store = JobStore(database, cipher_of(settings.secret_key.get_secret_value()), settings.alive_per_tenant)
     try:
         return store.live_workers(within_s)
     finally:
@@ -190,6 +186,18 @@ def check_kernels(_settings: ServiceSettings) -> Finding:
         )
     device = "a CUDA device is there" if cuda else "no CUDA device is there, so the processor does the work"
     return Finding(State.OK, f"torch, numba{' and triton' if triton else ''} are installed; {device}.")
+
+
+def check_sandbox(_settings: ServiceSettings) -> Finding:
+    """Whether a converting process on this machine has its network taken away. Tried in a process of its own."""
+    tried = subprocess.run([sys.executable, "-P", "-m", "worker.sandbox"], capture_output=True, check=False)
+    if tried.returncode:
+        return Finding(
+            State.WARN,
+            "Converting processes keep their network here: the kernel sets no seccomp filter.",
+            "Run workers on Linux on x86_64 or aarch64 with seccomp, or in a container without a route outwards.",
+        )
+    return Finding(State.OK, "Converting processes can open no socket.")
 
 
 def masked(url: str) -> str:
@@ -221,4 +229,5 @@ CHECKS: dict[str, Check] = {
     "workspace": check_workspace,
     "worker": check_worker,
     "kernels": check_kernels,
+    "sandbox": check_sandbox,
 }

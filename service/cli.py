@@ -55,11 +55,13 @@ def api(host: str | None, port: int | None) -> None:
     from service.app import create_app
     from service.logs import configure_logging
     from service.settings import ServiceSettings
+    from worker.tracing import configure_tracing
 
     configure_logging()
     given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     try:
         settings = ServiceSettings.load(**given)
+        configure_tracing("api")
         app = create_app(settings)
     except ConfigInvalid as error:
         _refuse(error)

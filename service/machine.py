@@ -22,6 +22,7 @@ from cryptography.fernet import Fernet
 from kvalign.errors import ConfigInvalid
 from service.processes import Keeper, Program
 from service.redis_server import prepare_redis
+from service.served import KEY_FILE, write_note
 from service.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
@@ -126,12 +127,13 @@ def _checked_settings(machine: Machine, redis_url: str) -> dict[str, str]:
     """The settings of worker and API as environment variables, refused here rather than in each of them."""
     settings = {
         "data_dir": str(machine.data_dir),
-        "secret_key": _secret_key(machine.data_dir / "secret.key"),
+        "secret_key": _secret_key(machine.data_dir / KEY_FILE),
         "redis_url": redis_url,
     }
     if machine.hub_endpoint:
         settings["hub_endpoint"] = machine.hub_endpoint
     ServiceSettings.load(**settings)
+    write_note(machine.data_dir, settings)
     return {f"KVALIGN_{name.upper()}": value for name, value in settings.items()}
 
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import problem
-from service.logs import request_id
+from worker.logs import bound
 
 log = logging.getLogger("service.access")
 
@@ -42,20 +42,19 @@ class RequestContext:
             return
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = _accepted(Headers(scope=scope).get("x-request-id"))
-        mark = request_id.set(state["request_id"])
         answer = _Answer(send, scope, state)
         # Routes know GET alone: the same answer is made, and its body kept back (RFC 9110, 9.3.2).
         asked = {**scope, "method": "GET"} if answer.is_head else scope
-        try:
-            await self.app(asked, receive, answer.send)
-        except Exception:
-            log.exception("unhandled error", extra={"path": scope["path"]})
-            if answer.status:
-                raise  # too late for another answer: the server closes the connection
-            await _internal_error(state["request_id"])(scope, receive, answer.send)
-        finally:
-            answer.log_line()  # of one whose reader went away
-            request_id.reset(mark)
+        with bound(request_id=state["request_id"]):
+            try:
+                await self.app(asked, receive, answer.send)
+            except Exception:
+                log.exception("unhandled error", extra={"path": scope["path"]})
+                if answer.status:
+                    raise  # too late for another answer: the server closes the connection
+                await _internal_error(state["request_id"])(scope, receive, answer.send)
+            finally:
+                answer.log_line()  # of one whose reader went away
 
 
 class _Answer:

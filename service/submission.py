@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def submit_job(
-    wiring: ServiceParts, caller: Caller, config: ConversionConfig, idempotency_key: str | None
+    wiring: ServiceParts,
+    caller: Caller,
+    config: ConversionConfig,
+    idempotency_key: str | None,
 ) -> Submission:
     """Check a request and store it as a job. Blocks on the Hub and on SQL.
 

@@ -9,17 +9,10 @@ from datetime import datetime
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from worker.jobs import Origin
 from worker.schema import AuditRow
 
 ADDRESS_CHARACTERS = 64
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The request behind an act; empty where there was none."""
-
-    request_id: str = ""
-    address: str = ""
 
 
 @dataclass(frozen=True)

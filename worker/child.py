@@ -1,7 +1,7 @@
 """The converting process: reads a model folder, writes an artifact folder, tells worker.runner how it goes.
 
-It meets untrusted files, so it holds no token, goes online for nothing and dies with its parent. Must not import
-the store, the queue or the Hub's client.
+It meets untrusted files, so it holds no token, has no network (see worker.sandbox) and dies with its parent. Must not
+import the store, the queue or the Hub's client.
 """
 
 import ctypes
@@ -28,6 +28,7 @@ from worker.messages import (
     StageDoneMessage,
     Summary,
 )
+from worker.sandbox import take_network
 
 if TYPE_CHECKING:
     from kvalign.convert import ConversionResult
@@ -41,6 +42,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Read a spec, convert, and end with 0 after a result or 1 after an error."""
     die_with_parent()
+    if not take_network():
+        print("this kernel has no seccomp filter: the conversion could reach the network", file=sys.stderr)  # noqa: T201
     say = _speaker(_own_stdout())
     spec = ChildSpec.model_validate_json(sys.stdin.buffer.read())
     if os.getppid() != spec.parent_pid:  # it died before the kernel knew that we wanted to follow

@@ -98,6 +98,23 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The request that a job was asked for by, so that its log and its trace go on from there.
+
+    request_id   of the answer to it
+    address      that it came from; known while it is answered, and to the audit log
+    traceparent  where that request stands in its trace (W3C Trace Context); empty when nothing traces
+    """
+
+    request_id: str = ""
+    address: str = ""
+    traceparent: str = ""
+
+
+NO_ORIGIN = Origin()
+
+
+@dataclass(frozen=True)
 class Job:
     """One conversion request and its life, as read from the store.
 
@@ -119,6 +136,7 @@ class Job:
     timestamps: dict[str, datetime] = field(default_factory=dict)
     error: JobError | None = None
     result: JobResult | None = None
+    origin: Origin = NO_ORIGIN
 
 
 @dataclass(frozen=True)

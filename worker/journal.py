@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from worker.database import AWAY, insist
 from worker.jobs import Progress, Stage
 from worker.leases import Lease
+from worker.logs import redact
 
 ROW_EVERY_S = 0.25
 EVENT_EVERY_S = 1.0
@@ -23,7 +24,7 @@ LINES_PER_EVENT = 100
 LINE_CHARACTERS = 500
 
 _log = logging.getLogger(__name__)
-_SECRET = re.compile(r"hf_[A-Za-z0-9_\-]{4,}|(?i:bearer)\s+\S+")
+_child_log = logging.getLogger("worker.child")
 _FOLDERS = re.compile(r"(?<![\w:/])(?:/[\w.\-+@]+)+/(?=[\w.\-+@])")
 
 
@@ -38,11 +39,13 @@ class Journal:
         self._clock = clock
         self._row_at = self._event_at = self._log_at = float("-inf")
         self._told_percent: float | None = None
+        self._stage: Stage | None = None
+        self._seen_bytes = self._moved_bytes = 0
         self._lines: list[str] = []
         self._log_events = 0
 
     def stage_started(self, stage: Stage) -> None:
-        self._told_percent = None
+        self._stage, self._told_percent, self._seen_bytes = stage, None, 0
         insist(lambda: self._lease.stage_started(stage), self._lease.lease_s)
 
     def stage_finished(self, stage: Stage, seconds: float) -> None:
@@ -55,6 +58,7 @@ class Journal:
 
     def progress(self, progress: Progress) -> None:
         now = self._clock()
+        self._measure(progress)
         tell = self._worth_telling(progress, now)
         complete = progress.total > 0 and progress.done >= progress.total
         if not tell and not complete and now - self._row_at < ROW_EVERY_S:
@@ -63,11 +67,14 @@ class Journal:
         if tell:
             self._event_at, self._told_percent = now, progress.percent
         with _unless_away():
-            self._lease.progress(progress, tell=tell)
+            self._lease.progress(progress, tell=tell, moved_bytes=self._moved_bytes)
+            self._moved_bytes = 0
 
     def log(self, line: str) -> None:
+        """A line of the converting child, for the job's events and for this process's own log."""
         if len(self._lines) < LINES_PER_EVENT and self._log_events < LOG_EVENTS:
             self._lines.append(clean(line))
+            _child_log.info("%s", self._lines[-1], extra={"stage": self._stage})
         if self._clock() - self._log_at >= EVENT_EVERY_S:
             self.flush()
 
@@ -79,6 +86,12 @@ class Journal:
             self._log_events += 1
             with _unless_away():
                 self._lease.log(lines, limit=LOG_EVENTS)
+
+    def _measure(self, progress: Progress) -> None:
+        """Add up what transfers moved; one that begins anew counts from nothing again."""
+        if progress.unit == "bytes":
+            self._moved_bytes += progress.done - (self._seen_bytes if progress.done >= self._seen_bytes else 0)
+            self._seen_bytes = progress.done
 
     def _worth_telling(self, progress: Progress, now: float) -> bool:
         if progress.percent is None:
@@ -101,8 +114,8 @@ def clean(text: str, characters: int = LINE_CHARACTERS) -> str:
     """Text fit to be stored and shown: cut, printable, without credentials or folders of this machine.
 
     >>> clean("cannot open /data/jobs/job_1/source/model.safetensors with hf_abcdefgh")
-    'cannot open model.safetensors with [secret]'
+    'cannot open model.safetensors with ***'
     """
-    text = _SECRET.sub("[secret]", text[: 4 * characters])
+    text = redact(text[: 4 * characters])
     text = _FOLDERS.sub("", text)
     return "".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in text)[:characters]

@@ -14,6 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from kvalign.errors import KvalignError
+from worker.counters import Counter, count
 from worker.fairness import queue_order
 from worker.jobs import Job, JobError, JobResult, JobState, Progress, Stage
 from worker.schema import LEASED, JobRow, ReportFileRow, TokenRow
@@ -54,6 +55,7 @@ class Leases:
             row.lease_owner = owner
             row.lease_expires_at = at + timedelta(seconds=self._lease_s)
             enter(session, row, JobState.RUNNING, at, attempt=row.attempts)
+            count(session, {(Counter.ATTEMPTS, ""): 1})
             return Lease(self._store, job_of(row), row.fencing, self._lease_s)
 
     def waiting(self, limit: int) -> list[str]:
@@ -103,8 +105,11 @@ class Lease:
                 "Give every process the same KVALIGN_SECRET_KEY, then retry the job.",
             ) from None
 
-    def progress(self, progress: Progress, *, tell: bool) -> None:
-        """Note how far the stage is; with `tell`, as an event too."""
+    def progress(self, progress: Progress, *, tell: bool, moved_bytes: int = 0) -> None:
+        """Note how far the stage is; with `tell`, as an event too.
+
+        moved_bytes  that went over the network since the last such note
+        """
         with self._writing() as (session, row, at):
             row.stage, row.done, row.total = progress.stage, progress.done, progress.total
             row.unit = progress.unit
@@ -112,6 +117,9 @@ class Lease:
             if tell:
                 data = {**asdict(progress), "percent": progress.percent}
                 add_event(session, row, "progress", at, data)
+            if moved_bytes:
+                way = Counter.BYTES_UPLOADED if progress.stage == Stage.PUBLISH else Counter.BYTES_DOWNLOADED
+                count(session, {(way, ""): moved_bytes})
 
     def stage_started(self, stage: Stage) -> None:
         with self._writing() as (session, row, at):
@@ -126,6 +134,7 @@ class Lease:
             row.updated_at = at
             data = {"stage": stage.value, "status": "finished", "seconds": round(seconds, 3)}
             add_event(session, row, "stage", at, data)
+            count(session, {(Counter.STAGE_SECONDS, stage): seconds, (Counter.STAGES_FINISHED, stage): 1})
 
     def stage_kept(self, stage: Stage) -> None:
         """An earlier attempt finished this stage, and its output is still there."""

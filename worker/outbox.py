@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, cast
 
-from cryptography.fernet import Fernet, InvalidToken
+from cryptography.fernet import InvalidToken, MultiFernet
 from sqlalchemy import CursorResult, func, literal_column, select, update
 from sqlalchemy.orm import Session
 
@@ -109,11 +109,11 @@ def tell(session: Session, row: JobRow, at: datetime) -> None:
     )
 
 
-def keep_secret(session: Session, cipher: Fernet, job_id: str, secret: str) -> None:
+def keep_secret(session: Session, cipher: MultiFernet, job_id: str, secret: str) -> None:
     session.merge(WebhookSecretRow(job_id=job_id, ciphertext=cipher.encrypt(secret.encode()).decode()))
 
 
-def read_secret(session: Session, cipher: Fernet, job_id: str) -> str | None:
+def read_secret(session: Session, cipher: MultiFernet, job_id: str) -> str | None:
     """None when there is none, or it was encrypted with another key."""
     row = session.get(WebhookSecretRow, job_id)
     try:
@@ -145,7 +145,7 @@ def deliveries_of(session: Session, job_id: str, *, after: int | None, limit: in
 class Outbox:
     """The deliveries that wait, for those who send them."""
 
-    def __init__(self, database: Database, cipher: Fernet) -> None:
+    def __init__(self, database: Database, cipher: MultiFernet) -> None:
         self._database = database
         self._cipher = cipher
 

@@ -26,11 +26,13 @@ from worker.hub import Hub, Published, SourceInfo
 from worker.jobs import JobError, JobResult, Progress, Stage
 from worker.journal import Journal
 from worker.leases import Lease, LeaseLost
+from worker.logs import bound
 from worker.messages import ChildSpec, ProgressMessage, StageDoneMessage, Summary
 from worker.preflight import preflight
 from worker.process import Confinement, machine_memory_bytes
 from worker.runner import Listener, Runner
 from worker.settings import WorkerSettings
+from worker.tracing import mark_failed, stage_happened, stage_span
 from worker.watch import Watch, WorkerStopping
 from worker.workspace import Workspace, Workspaces, stage_key
 
@@ -89,7 +91,11 @@ def _record(lease: Lease, ending: JobResult | KvalignError) -> None:
         insist(lease.hand_back, lease.lease_s)
     else:
         insist(lambda: lease.fail(JobError.of(ending)), lease.lease_s)
-    _log.info("job %s: %s", lease.job.id, "succeeded" if isinstance(ending, JobResult) else ending)
+    if isinstance(ending, JobResult):
+        _log.info("attempt succeeded")
+    else:
+        mark_failed(type(ending).__name__)
+        _log.info("attempt ends with %s: %s", type(ending).__name__, ending)
 
 
 class _Attempt:
@@ -219,10 +225,11 @@ class _Attempt:
     @contextmanager
     def _stage(self, stage: Stage) -> Iterator[None]:
         """Tell of a stage, and time it; one that raises has not finished."""
-        self._journal.stage_started(stage)
-        began_at = time.monotonic()
-        yield
-        self._journal.stage_finished(stage, time.monotonic() - began_at)
+        with bound(stage=stage.value), stage_span(stage):
+            self._journal.stage_started(stage)
+            began_at = time.monotonic()
+            yield
+            self._journal.stage_finished(stage, time.monotonic() - began_at)
 
     def _hub(self) -> Hub:
         return self._tools.hub(insist(self._lease.token, self._lease.lease_s))
@@ -287,6 +294,7 @@ class _Attempt:
                 self._journal.stage_started(current)
             if isinstance(message, StageDoneMessage):
                 self._journal.stage_finished(message.stage, message.seconds)
+                stage_happened(message.stage, message.seconds)
             else:
                 self._journal.progress(Progress(message.stage, message.done, message.total, message.unit))
 

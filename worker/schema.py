@@ -10,6 +10,7 @@ workers           when each worker process was last seen
 audit             who did what, and what came of it
 webhook_secrets   what deliveries of a job are signed with, encrypted
 webhook_deliveries  what a job's webhook is to be told, and what came of it
+counters          what has happened so far, in numbers, for whoever operates the service
 """
 
 from datetime import UTC, datetime
@@ -20,6 +21,7 @@ from sqlalchemy import (
     BigInteger,
     DateTime,
     Dialect,
+    Double,
     ForeignKey,
     Index,
     Integer,
@@ -96,6 +98,7 @@ class JobRow(Base):
     last_event  sequence of the newest event
     log_events  how many log events are stored
     target_begun  whether this job was about to make its target repo, or has
+    request_id, traceparent  of the request that last queued it
     """
 
     __tablename__ = "jobs"
@@ -135,6 +138,8 @@ class JobRow(Base):
     last_event: Mapped[int] = mapped_column(default=0)
     log_events: Mapped[int] = mapped_column(default=0)
     target_begun: Mapped[bool] = mapped_column(default=False)
+    request_id: Mapped[str] = mapped_column(Word(128), default="", server_default="")
+    traceparent: Mapped[str] = mapped_column(Word(64), default="", server_default="")
 
 
 class LabelRow(Base):
@@ -239,3 +244,13 @@ class DeliveryRow(Base):
     created_at: Mapped[datetime]
     next_at: Mapped[datetime]
     log: Mapped[list[dict[str, Any]]]
+
+
+class CounterRow(Base):
+    """A number that only grows; see worker.counters for the names."""
+
+    __tablename__ = "counters"
+
+    name: Mapped[str] = mapped_column(Word(64), primary_key=True)
+    label: Mapped[str] = mapped_column(Word(64), primary_key=True)
+    value: Mapped[float] = mapped_column(Double)

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any, Self
 
-from cryptography.fernet import Fernet
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvalign.errors import ConfigInvalid
+from worker.secret_key import cipher_of
 
 _GIB = 2**30
 
@@ -15,6 +15,7 @@ _GIB = 2**30
 class WorkerSettings(BaseSettings):
     """Everything a worker can be told.
 
+    secret_key            what tokens are encrypted with; several with commas between, the first of which encrypts
     lease_s               seconds of silence after which a job is given to another worker
     sweep_s               seconds between two looks for lost jobs
     max_attempts          how many workers one job may lose before it fails
@@ -78,9 +79,11 @@ class WorkerSettings(BaseSettings):
     @classmethod
     def _fernet(cls, key: SecretStr) -> SecretStr:
         try:
-            Fernet(key.get_secret_value())
+            cipher_of(key.get_secret_value())
         except ValueError:
-            raise ValueError("must be 32 bytes in URL-safe base64, as Fernet.generate_key() makes them") from None
+            raise ValueError(
+                "must be 32 bytes in URL-safe base64, as Fernet.generate_key() makes them, or several, by commas"
+            ) from None
         return key
 
     @model_validator(mode="after")

@@ -12,21 +12,23 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from cryptography.fernet import Fernet
+from cryptography.fernet import MultiFernet
 from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.orm import Session
 
 from kvalign.config import ConversionConfig, Webhook
 from kvalign.errors import ConfigInvalid, KvalignError
-from worker.audit import AuditEntry, Origin, entries_of, note
+from worker.audit import AuditEntry, entries_of, note
 from worker.database import Database
 from worker.fairness import queue_order
 from worker.jobs import (
+    NO_ORIGIN,
     Job,
     JobError,
     JobEvent,
     JobResult,
     JobState,
+    Origin,
     Progress,
     Stage,
 )
@@ -42,9 +44,8 @@ from worker.schema import (
     WebhookSecretRow,
     WorkerRow,
 )
+from worker.secret_key import cipher_of
 from worker.transitions import enter, locked
-
-NOWHERE = Origin()
 
 _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"  # in order of character code, so that ids sort by time
 
@@ -93,7 +94,7 @@ class JobStore:
     alive_limit  jobs one tenant may have queued and running together
     """
 
-    def __init__(self, database: Database, cipher: Fernet, alive_limit: int) -> None:
+    def __init__(self, database: Database, cipher: MultiFernet, alive_limit: int) -> None:
         self.database = database
         self.cipher = cipher
         self._alive_limit = alive_limit
@@ -101,7 +102,8 @@ class JobStore:
     @classmethod
     def open(cls, database_url: str, secret_key: str, *, alive_limit: int = 100) -> "JobStore":
         """Connect, and bring the tables up to date. Raises ConfigInvalid for a bad URL or key."""
-        return cls(Database.open(database_url), _cipher(secret_key), alive_limit)
+        cipher = _cipher(secret_key)  # before a connection is made, which nobody would close
+        return cls(Database.open(database_url), cipher, alive_limit)
 
     def close(self) -> None:
         """Close idle connections. The store stays usable and opens new ones when asked again."""
@@ -115,7 +117,7 @@ class JobStore:
         source_commit: str,
         token: str,
         idempotency_key: str | None = None,
-        origin: Origin = NOWHERE,
+        origin: Origin = NO_ORIGIN,
     ) -> Submission:
         """Store a request as a queued job, or find the job that it already led to.
 
@@ -135,6 +137,7 @@ class JobStore:
             if row is None:
                 self._check_quota(session, tenant)
                 row = _new_row(tenant, body, identity, source_commit, at)
+                row.request_id, row.traceparent = origin.request_id, origin.traceparent
                 session.add(row)
                 session.flush()
                 session.add_all(LabelRow(job_id=row.id, key=k, value=v) for k, v in config.labels.items())
@@ -197,7 +200,7 @@ class JobStore:
             _own_row(session, job_id, tenant)
             return [JobEvent(row.job_id, row.sequence, row.kind, row.at, row.data) for row in session.scalars(query)]
 
-    def request_cancel(self, job_id: str, *, tenant: str, origin: Origin = NOWHERE) -> Job:
+    def request_cancel(self, job_id: str, *, tenant: str, origin: Origin = NO_ORIGIN) -> Job:
         """A queued job is canceled at once, a running one asked to stop; an ended one stays as it is."""
         with self.database.write() as session:
             row = _own_row(session, job_id, tenant, lock=True)
@@ -209,7 +212,7 @@ class JobStore:
             note(session, at, origin, "cancel", row.state, tenant=tenant, job_id=job_id)
             return job_of(row)
 
-    def retry(self, job_id: str, *, tenant: str, token: str, origin: Origin = NOWHERE) -> Job:
+    def retry(self, job_id: str, *, tenant: str, token: str, origin: Origin = NO_ORIGIN) -> Job:
         """Queue a failed or canceled job again. Raises JobNotRetryable, QuotaExceeded."""
         with self.database.write(lock=f"tenant:{tenant}") as session:
             row = _own_row(session, job_id, tenant, lock=True)
@@ -217,6 +220,7 @@ class JobStore:
             self._check_quota(session, tenant)
             at = self.database.now(session)
             row.queued_at = at
+            row.request_id, row.traceparent = origin.request_id, origin.traceparent
             row.losses = 0
             row.error = None
             row.stage, row.done, row.total, row.unit = None, 0, 0, ""
@@ -226,7 +230,7 @@ class JobStore:
             return job_of(row)
 
     def set_webhook(
-        self, job_id: str, webhook: Webhook | None, *, tenant: str, origin: Origin = NOWHERE
+        self, job_id: str, webhook: Webhook | None, *, tenant: str, origin: Origin = NO_ORIGIN
     ) -> tuple[Job, str | None]:
         """Tell another address of what happens from now on, or none; messages that wait follow.
 
@@ -351,12 +355,13 @@ def job_of(row: JobRow) -> Job:
         timestamps={state: datetime.fromisoformat(at) for state, at in row.timestamps.items()},
         error=JobError(**row.error) if row.error else None,
         result=JobResult(**row.result) if row.result else None,
+        origin=Origin(row.request_id, traceparent=row.traceparent),
     )
 
 
-def _cipher(secret_key: str) -> Fernet:
+def _cipher(secret_key: str) -> MultiFernet:
     try:
-        return Fernet(secret_key)
+        return cipher_of(secret_key)
     except ValueError:
         raise ConfigInvalid(
             "The secret key is not 32 bytes in URL-safe base64.",

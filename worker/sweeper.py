@@ -14,6 +14,7 @@ from functools import partial
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from worker.counters import Counter, count
 from worker.jobs import ErrorCode, JobError, JobState
 from worker.schema import ALIVE, LEASED, IdempotencyRow, JobRow, WorkerRow
 from worker.store import JobStore
@@ -99,6 +100,7 @@ def _is_expired(row: JobRow, at: datetime) -> bool:
 
 def _end_attempt(session: Session, row: JobRow, at: datetime, max_attempts: int, swept: Swept) -> None:
     row.losses += 1
+    count(session, {(Counter.LEASES_EXPIRED, ""): 1})
     if row.state == JobState.CANCELLING:
         enter(session, row, JobState.CANCELED, at)
         swept.canceled.append(row.id)

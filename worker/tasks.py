@@ -9,12 +9,15 @@ from celery import Celery, signals
 
 from worker.app import TASK, count_messages, create_celery, enqueue
 from worker.leases import Lease, Leases
+from worker.logs import bound, configure_logging
 from worker.pipeline import Tools, run_attempt
 from worker.retention import forget
+from worker.sandbox import hide_memory
 from worker.settings import WorkerSettings
 from worker.stopping import StopFlag
 from worker.store import JobStore
 from worker.sweeper import Sweeper, gone, remove_useless_workspaces, seen, sweep
+from worker.tracing import attempt_span, configure_tracing
 from worker.watch import Watch
 
 MESSAGES_PER_SWEEP = 100
@@ -24,8 +27,11 @@ _log = logging.getLogger(__name__)
 
 def serve(settings: WorkerSettings, tools: Tools, *, concurrency: int, log_level: str) -> int:
     """Work until told to stop; returns the exit code of Celery. Raises ConfigInvalid, and what the database raises."""
-    for library in ("httpx", "httpx2"):  # they log whole URLs, and those of uploads are signed
-        logging.getLogger(library).setLevel(logging.WARNING)
+    _close_stdout()
+    hide_memory()  # from converting children, which run as the same user and must not find a key in it
+    configure_logging(log_level)
+    configure_tracing("worker")
+    signals.setup_logging.connect(lambda **_: None, weak=False)  # which keeps Celery from doing it its own way
     store = JobStore.open(settings.database, settings.secret_key.get_secret_value())
     store.close()
     celery = create_celery(settings)
@@ -34,12 +40,20 @@ def serve(settings: WorkerSettings, tools: Tools, *, concurrency: int, log_level
         pool_cls="prefork",
         concurrency=concurrency,
         loglevel=log_level,
+        quiet=True,  # its banner is no log line
         hostname=f"kvalign-{os.getpid()}@{socket.gethostname()}",
         without_mingle=True,
         without_gossip=True,
     )
     process.start()
     return process.exitcode or 0
+
+
+def _close_stdout() -> None:
+    """Celery tells its shutdown there, in words; ours is on stderr, in lines of JSON."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
 
 
 class Worker:
@@ -74,7 +88,11 @@ class Worker:
             if lease is None:
                 _log.info("woken for %s, and nothing may run now", job_id)
                 return
-            run_attempt(lease, self._watch(lease), self._tools)
+            job = lease.job
+            known = bound(job_id=job.id, attempt=job.attempts, request_id=job.origin.request_id)
+            with known, attempt_span(job):
+                _log.info("attempt begins")
+                run_attempt(lease, self._watch(lease), self._tools)
             self._wake(1)
 
     def _watch(self, lease: Lease) -> Watch:

@@ -16,6 +16,7 @@ from typing import Any
 from sqlalchemy import delete
 from sqlalchemy.orm import Session
 
+from worker.counters import Counter, count
 from worker.jobs import JobError, JobState
 from worker.outbox import tell
 from worker.schema import EventRow, JobRow, TokenRow
@@ -41,6 +42,9 @@ def enter(session: Session, row: JobRow, state: JobState, at: datetime, **detail
         session.execute(delete(TokenRow).where(TokenRow.job_id == row.id))
     add_event(session, row, "state", at, {"state": state.value, **details})
     tell(session, row, at)
+    if not state.alive:
+        failed = state == JobState.FAILED and row.error
+        count(session, {(Counter.JOBS_ENDED, row.error["code"] if failed and row.error else state.value): 1})
 
 
 def fail(session: Session, row: JobRow, error: JobError, at: datetime) -> None:

@@ -3,6 +3,7 @@
 Must not stop anything itself: it raises, and whoever waits for a process or a transfer ends it.
 """
 
+import contextvars
 import logging
 import threading
 import time
@@ -133,7 +134,8 @@ class Watch:
 def _started(call: Callable[[], T]) -> Future[T]:
     """A call on a thread of its own, which does not keep the process from ending."""
     outcome: Future[T] = Future()
-    threading.Thread(target=_settle, args=(outcome, call), name="transfer", daemon=True).start()
+    known = contextvars.copy_context()  # so that its log lines say which job they are about
+    threading.Thread(target=known.run, args=(_settle, outcome, call), name="transfer", daemon=True).start()
     return outcome
 
 

@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Callable
 
-import redis
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from service.broker import open_broker
 from service.errors import PROBLEM_RESPONSES, RETRY_AFTER_S, problem
 from service.wiring import ServiceParts, Wiring
 
@@ -55,12 +55,7 @@ def _works(name: str, check: Callable[[], None]) -> bool:
 
 
 def _ping_broker(wiring: ServiceParts) -> None:
-    client = redis.Redis.from_url(
-        wiring.settings.redis_url,
-        socket_timeout=_BROKER_TIMEOUT_S,
-        socket_connect_timeout=_BROKER_TIMEOUT_S,
-    )
-    with client:
+    with open_broker(wiring.settings.redis_url, answer_s=_BROKER_TIMEOUT_S) as client:
         client.ping()
 
 

@@ -40,8 +40,9 @@ def _may_scrape(wiring: Wiring, credentials: Annotated[HTTPAuthorizationCredenti
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 def metrics(request: Request, wiring: Wiring) -> Response:
-    """Counted in the database at each scrape; 503 when that does not answer."""
+    """Counted in the database at each scrape, and what this process alone knows; 503 when that does not answer."""
     collector = StoreCollector(
         wiring.store, worker_seen_within_s=wiring.settings.worker_seen_within_s, version=request.app.version
     )
-    return Response(generate_latest(collector), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    text = generate_latest(collector) + generate_latest(request.app.state.durations.registry)
+    return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -361,7 +361,7 @@ def test_logs_are_bounded(store: JobStore) -> None:
     logs = [event.data["lines"] for event in store.events(job.id, tenant="alice") if event.kind == "log"]
     assert len(logs) <= 4
     assert all(len(lines) <= LINES_PER_EVENT for lines in logs)
-    assert logs[0] == ["line 0 of [secret] in file.txt"]
+    assert logs[0] == ["line 0 of *** in file.txt"]
 
 
 def test_log_events_stop_at_the_limit_of_a_job(store: JobStore) -> None:

@@ -6,8 +6,7 @@ import pytest
 from sqlalchemy import func, select, update
 from worker_harness import claim, config, submit
 
-from worker.audit import Origin
-from worker.jobs import ErrorCode, JobError
+from worker.jobs import ErrorCode, JobError, Origin
 from worker.retention import forget
 from worker.schema import AuditRow, Base, JobRow
 from worker.store import JobNotFound, JobStore

@@ -307,3 +307,23 @@ def test_another_key_cannot_read_tokens(database_url: str, secret_key: str) -> N
         claim(stranger).token()
     store.close()
     stranger.close()
+
+
+def test_a_key_is_changed_without_losing_what_the_old_one_encrypted(database_url: str, secret_key: str) -> None:
+    fresh = Fernet.generate_key().decode()
+    old, both = JobStore.open(database_url, secret_key), JobStore.open(database_url, f"{fresh}, {secret_key}")
+    new = JobStore.open(database_url, fresh)
+    submit(old, "before")
+    lease = claim(both)
+    assert lease.token() == TOKEN
+    lease.fail(JobError(ErrorCode.INTERNAL, "over"))
+    submit(both, "after")
+    assert claim(new).token() == TOKEN
+    for store in (old, both, new):
+        store.close()
+
+
+@pytest.mark.parametrize("keys", ["", ",", "no-key", "{good},", "{good},no-key"])
+def test_keys_that_cannot_work_are_refused(database_url: str, secret_key: str, keys: str) -> None:
+    with pytest.raises(ConfigInvalid, match="secret key"):
+        JobStore.open(database_url, keys.replace("{good}", secret_key))

@@ -82,7 +82,7 @@ def test_all_is_well_with_real_services(place: Place) -> None:
     before = sorted(path.name for path in place.data_dir.rglob("*"))
     code, checks = place.run()
     assert (code, states(checks)) == (0, {})
-    assert list(checks) == ["settings", "database", "broker", "hub", "workspace", "worker", "kernels"]
+    assert list(checks) == ["settings", "database", "broker", "hub", "workspace", "worker", "kernels", "sandbox"]
     assert all(check["fact"] and not check["remedy"] for check in checks.values())
     assert sorted(path.name for path in place.data_dir.rglob("*")) == before
     lines = place.process().stdout.splitlines()

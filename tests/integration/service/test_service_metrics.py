@@ -1,7 +1,10 @@
 """/metrics of real API processes: true to the database, silent about tenants, closed when a token is set."""
 
+import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,13 +19,15 @@ from kvalign.errors import ConfigInvalid
 from service.app import create_app
 from service.settings import ServiceSettings
 from worker.census import take_census
-from worker.jobs import ErrorCode, JobError, JobResult
+from worker.counters import Counter, count
+from worker.jobs import ErrorCode, JobError, JobResult, Progress, Stage
 from worker.leases import Lease, Leases
 from worker.schema import JobRow
 from worker.store import JobStore
-from worker.sweeper import gone, seen
+from worker.sweeper import gone, seen, sweep
 
 TENANT, REPO, HUB_TOKEN, METRICS_TOKEN = "tenantcanary", "repocanary", "hf_token_canary", "metrics-token-canary"
+PULLED = Progress(Stage.PULL, 1, 2, "bytes")
 RESULT = JobResult(f"{TENANT}/{REPO}", "1" * 40, f"http://hub/{REPO}", 12.5, 0.01, 0.97)
 
 
@@ -88,7 +93,7 @@ def fill(store: JobStore) -> None:
 
 def test_real_jobs_are_counted_by_every_api_alike(two_apis: tuple[Api, Api]) -> None:
     first, second = two_apis
-    empty = scrape(first)
+    empty = {name: value for name, value in scrape(first).items() if not name.startswith("kvalign_http_")}
     assert {name: value for name, value in empty.items() if value} == {
         name: 1.0 for name in empty if name.startswith("kvalign_build_info:")
     }
@@ -103,6 +108,12 @@ def test_real_jobs_are_counted_by_every_api_alike(two_apis: tuple[Api, Api]) -> 
         "kvalign_jobs:canceled": 1,
         "kvalign_jobs_running_lease_expired": 1,
         "kvalign_workers_alive": 1,
+        "kvalign_job_attempts_total": 7,
+        "kvalign_jobs_ended_total::succeeded": 1,
+        "kvalign_jobs_ended_total:internal:failed": 1,
+        "kvalign_jobs_ended_total::canceled": 1,
+        "kvalign_leases_expired_total": 0,
+        "kvalign_stage_seconds_count:pull": 0,
     }
     for api in (first, second, first):
         found = scrape(api)
@@ -132,6 +143,64 @@ def test_metrics_answer_as_other_routes_do(two_apis: tuple[Api, Api]) -> None:
         document = client.get("/openapi.json").json()
     assert "text/plain" in document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
     assert {"HTTPBearer", "MetricsToken"} <= set(document["components"]["securitySchemes"])
+
+
+def test_what_happened_is_counted_once_and_for_good(store: JobStore) -> None:
+    """By the transaction of the event: at once by many, and not at all where that is rolled back."""
+    for number in range(3):
+        submit(store, number)
+    held = [claim(store) for _ in range(3)]
+    with ThreadPoolExecutor(8) as pool:
+        done = [pool.submit(held[n % 3].stage_finished, Stage.FIT, 0.5) for n in range(60)]
+        done += [pool.submit(held[n % 3].progress, PULLED, tell=False, moved_bytes=7) for n in range(60)]
+        assert [each.result() for each in done] == [None] * 120
+    with pytest.raises(RuntimeError, match="rolled back"):
+        count_in_vain(store)
+    with store.database.read() as session:
+        at = store.database.now(session)
+    change(store, held[0].job.id, lease_expires_at=at - timedelta(seconds=1))
+    assert sweep(store, max_attempts=1).failed == [held[0].job.id]
+    held[1].progress(replace(PULLED, stage=Stage.PUBLISH), tell=False, moved_bytes=2**40)
+    assert {name: found for name, found in take_census(store, worker_seen_within_s=1).counted.items() if found} == {
+        Counter.ATTEMPTS: {"": 3},
+        Counter.BYTES_DOWNLOADED: {"": 420},
+        Counter.BYTES_UPLOADED: {"": 2**40},
+        Counter.JOBS_ENDED: {"worker_lost": 1},
+        Counter.LEASES_EXPIRED: {"": 1},
+        Counter.STAGES_FINISHED: {"fit": 60},
+        Counter.STAGE_SECONDS: {"fit": 30},
+    }
+
+
+def count_in_vain(store: JobStore) -> None:
+    with store.database.write() as session:
+        count(session, {(Counter.ATTEMPTS, ""): 1000})
+        raise RuntimeError("rolled back")
+
+
+def test_names_and_labels_keep_to_the_conventions(two_apis: tuple[Api, Api]) -> None:
+    """As `promtool check metrics` asks: help for each, counters end in _total, units are base units and come last."""
+    with two_apis[0].client(None) as client:
+        client.get("/v1/jobs/job_no_such")
+        client.request("BREW", "/no/such/route")
+        answer = client.get("/metrics")
+    families = list(text_string_to_metric_families(answer.text))
+    assert len({family.name for family in families}) == len(families)
+    for family in families:
+        assert family.documentation.endswith(".")
+        assert re.fullmatch(r"kvalign_[a-z]+(_[a-z]+)*", family.name)
+        assert not re.search(r"_(ms|milliseconds|minutes|kb|mb|percent|total|count|sum|bucket|info)$", family.name) or (
+            family.name == "kvalign_build_info"
+        )
+        if family.type == "counter":
+            assert {sample.name for sample in family.samples} <= {f"{family.name}_total", f"{family.name}_created"}
+        if "duration" in family.name or "age" in family.name:
+            assert family.name.endswith("_seconds")
+    routes = {(s.labels["method"], s.labels["route"]) for f in families for s in f.samples if "route" in s.labels}
+    assert ("GET", "/v1/jobs/{job_id}") in routes
+    assert ("other", "none") in routes
+    assert "job_no_such" not in answer.text
+    assert "BREW" not in answer.text
 
 
 def test_the_census_is_the_same_in_every_database(store: JobStore) -> None:

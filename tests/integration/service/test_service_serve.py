@@ -1,6 +1,7 @@
 """`kvalign serve` as a program: it gets ready, heals, stops in order, and leaves no process behind."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -99,6 +100,19 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
 
 
+def examined(data_dir: Path) -> dict[str, str]:
+    """What `kvalign doctor` finds on a machine that serves, told only where its data are."""
+    done = subprocess.run(
+        command("service.doctor:doctor", "--json", "--data-dir", str(data_dir)),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return {check["name"]: check["state"] for check in json.loads(done.stdout)["checks"]}
+
+
 def test_a_machine_serves_heals_and_stops(serve: Start) -> None:
     serving = serve()
     assert serving.ready()
@@ -108,6 +122,10 @@ def test_a_machine_serves_heals_and_stops(serve: Start) -> None:
     with httpx.Client(base_url=serving.url, headers={"Authorization": f"Bearer {ALICE}"}, trust_env=False) as client:
         job = client.post("/v1/jobs", json=body("alice/serve-1")).json()
         assert job["state"] == "queued"
+
+    found = examined(serve.data_dir)
+    assert found.pop("workspace") in {"ok", "FAIL"}  # as much disk as the machine has
+    assert set(found.values()) == {"ok"}, found
 
     second = subprocess.run(
         command("service.cli:serve", "--data-dir", str(serve.data_dir), "--port", str(free_port())),
@@ -137,6 +155,8 @@ def test_a_machine_serves_heals_and_stops(serve: Start) -> None:
     log = serving.log.read_text()
     assert log.rindex("api stopped") < log.rindex("worker stopped") < log.rindex("redis stopped")
     assert ALICE not in log
+    assert all(json.loads(line)["message"] for line in log.splitlines())  # of all parts, killed ones too
+    assert examined(serve.data_dir)["broker"] == "FAIL"
 
 
 def test_kill_9_leaves_no_process_and_loses_no_job(serve: Start) -> None:

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from service.auth import Accounts, Caller
-from worker.audit import Origin
+from worker.jobs import Origin
 
 
 def test_the_hub_is_asked_once_in_a_while() -> None:

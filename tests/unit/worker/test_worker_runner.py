@@ -119,7 +119,7 @@ def test_an_error_of_the_child_is_raised_as_itself(run: Callable[..., object]) -
     }
     with pytest.raises(SourceInvalid) as raised:
         run(f"import sys; print({json.dumps(error)!r}); sys.exit(1)")
-    assert raised.value.message == "Tensor x of model.safetensors is NaN; [secret]."
+    assert raised.value.message == "Tensor x of model.safetensors is NaN; ***."
     assert raised.value.remedy == "Upload it again."
 
 

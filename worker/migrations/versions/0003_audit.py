@@ -3,8 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "audit"
-down_revision = "webhooks"
+revision = "0003"
+down_revision = "0002"
 
 _ENDED = sa.text("state IN ('succeeded', 'failed', 'canceled')")
 

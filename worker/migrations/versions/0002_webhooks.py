@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "webhooks"
+revision = "0002"
 down_revision = "0001"
 
 _PENDING = sa.text("state = 'pending'")
