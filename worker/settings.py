@@ -25,6 +25,7 @@ class WorkerSettings(BaseSettings):
     alive_per_tenant      jobs one account may have queued and running together
     running_per_tenant    jobs of one account that may run at once
     failed_kept_s         how long a failed job's files stay for a retry to go on with
+    task_events           whether workers tell Celery's monitors, such as Flower, of messages; those hold job ids alone
     """
 
     model_config = SettingsConfigDict(env_prefix="KVALIGN_", frozen=True, extra="ignore")
@@ -45,6 +46,7 @@ class WorkerSettings(BaseSettings):
     alive_per_tenant: int = Field(default=20, ge=1)
     running_per_tenant: int = Field(default=2, ge=1)
     failed_kept_s: float = Field(default=24 * 3600.0, ge=0)
+    task_events: bool = False
 
     @classmethod
     def load(cls, **given: Any) -> Self:
