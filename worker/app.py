@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 def create_celery(settings: WorkerSettings) -> Celery:
     """A Celery application for the API (which only enqueues) and for workers; connects to nothing yet."""
-    celery = Celery("kvalign", broker=settings.redis_url, set_as_current=False)
+    celery = Celery("kvalign", broker=_checking(settings.redis_url), set_as_current=False)
     celery.conf.update(
         task_default_queue=QUEUE,
         task_ignore_result=True,  # no result backend: with one, killing Redis in mid-task lost the job
@@ -43,9 +43,16 @@ def create_celery(settings: WorkerSettings) -> Celery:
             "max_retries": 0,  # of connecting in order to publish; the worker itself tries for ever
         },
         worker_enable_remote_control=False,
-        worker_send_task_events=False,
+        worker_send_task_events=settings.task_events,
     )
     return celery
+
+
+def _checking(redis_url: str) -> str:
+    """A URL by which kombu checks a TLS server's certificate, as redis-py does: it asks for none otherwise."""
+    if not redis_url.startswith("rediss://") or "ssl_cert_reqs=" in redis_url:
+        return redis_url
+    return f"{redis_url}{'&' if '?' in redis_url else '?'}ssl_cert_reqs=required"
 
 
 def enqueue(celery: Celery, job_id: str) -> bool:

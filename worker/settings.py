@@ -26,6 +26,7 @@ class WorkerSettings(BaseSettings):
     running_per_tenant    jobs of one account that may run at once
     failed_kept_s         how long a failed job's files stay for a retry to go on with
     jobs_kept_days        how long ended jobs, with reports and events, and audit entries are kept; 0 = for ever
+    task_events           whether workers tell Celery's monitors, such as Flower, of messages; those hold job ids alone
     """
 
     model_config = SettingsConfigDict(env_prefix="KVALIGN_", frozen=True, extra="ignore")
@@ -47,6 +48,7 @@ class WorkerSettings(BaseSettings):
     running_per_tenant: int = Field(default=2, ge=1)
     failed_kept_s: float = Field(default=24 * 3600.0, ge=0)
     jobs_kept_days: float = Field(default=90.0, ge=0, le=36_500)
+    task_events: bool = False
 
     @classmethod
     def load(cls, **given: Any) -> Self:

@@ -2,13 +2,17 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
+from redis_tls import tls_front
 
+from service.broker import open_broker
 from worker.app import QUEUE, count_messages, create_celery, enqueue
 from worker.settings import WorkerSettings
 
@@ -45,6 +49,27 @@ def test_a_broker_that_is_away_delays_nobody_for_long(celery: Celery, redis_serv
     assert time.monotonic() - began < 3
     redis_server.start()
     assert enqueue(celery, JOB)  # over a connection made anew
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_broker_behind_tls_needs_its_password_and_a_certificate_that_we_trust(
+    tmp_path: Path, redis_server: Any, secret_key: str, trusted: bool
+) -> None:
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.config_set("requirepass", "pw_canary")
+    with tls_front(urlsplit(redis_server.url).port or 0, tmp_path) as (port, certificate):
+        url = f"rediss://:pw_canary@127.0.0.1:{port}/0"
+        if trusted:
+            url += f"?ssl_ca_certs={certificate}"
+        celery = create_celery(WorkerSettings.load(secret_key=secret_key, redis_url=url))
+        assert enqueue(celery, JOB) == trusted
+        with open_broker(url, answer_s=5) as client:
+            if trusted:
+                assert client.llen(QUEUE) == 1
+            else:
+                with pytest.raises(redis.ConnectionError, match="certificate verify failed"):
+                    client.ping()
+        celery.close()
 
 
 def test_settings_that_losses_taught(celery: Celery, secret_key: str) -> None:
