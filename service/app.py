@@ -12,6 +12,8 @@ from starlette.middleware import Middleware
 
 from service.errors import install_error_handlers
 from service.middleware import BodyLimit, RequestContext
+from service.pages import install_pages
+from service.pages.problems import ProblemPages
 from service.routes import events, health, jobs, metrics, preflight, report, support
 from service.settings import ServiceSettings
 from service.wiring import wire
@@ -45,6 +47,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         middleware=[
+            Middleware(ProblemPages),
             Middleware(RequestContext),
             Middleware(BodyLimit, limit_bytes=chosen.body_limit_bytes),
         ],
@@ -53,6 +56,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     install_error_handlers(app)
     for room in (jobs, events, report, preflight, support, health, metrics):
         app.include_router(room.router)
+    install_pages(app, chosen)
     return app
 
 

@@ -20,6 +20,7 @@ class ServiceSettings(WorkerSettings):
     sse_keepalive_s       seconds of silence after which a stream sends a comment
     streams_per_tenant    event streams one account may have open
     metrics_token         what /metrics asks of those who read it; open to all unless set
+    session_s             how long a person stays signed in to the web page
     free_disk_min_bytes   `kvalign doctor` fails a workspace disk with less than this free
     """
 
@@ -32,6 +33,7 @@ class ServiceSettings(WorkerSettings):
     sse_keepalive_s: float = Field(default=15.0, gt=0)
     streams_per_tenant: int = Field(default=20, ge=1)
     metrics_token: SecretStr | None = None
+    session_s: int = Field(default=12 * 3600, ge=60, le=30 * 24 * 3600)
     free_disk_min_bytes: int = Field(default=5 * _GIB, ge=0)
 
     @field_validator("metrics_token")
