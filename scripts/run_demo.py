@@ -21,7 +21,8 @@ from rich.console import Console
 from kvalign.config import ConversionConfig
 from kvalign.errors import ConfigInvalid, KvalignError
 from service.api_client import ApiClient, ApiError
-from service.follow import Bars, Lines, View, printable, show_all
+from service.follow import Bars, Lines, View, show_all
+from service.words import printable
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _MODEL_IS_WHOLE = "build.json"

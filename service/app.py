@@ -13,6 +13,8 @@ from starlette.middleware import Middleware
 from service.durations import Durations, TimedAnswers
 from service.errors import install_error_handlers
 from service.middleware import BodyLimit, RequestContext
+from service.pages import install_pages
+from service.pages.problems import ProblemPages
 from service.routes import audit, events, health, jobs, metrics, preflight, report, support, webhooks
 from service.settings import ServiceSettings
 from service.wiring import wire
@@ -49,6 +51,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         # Spans of requests alone; who gets them is worker.tracing's matter.
         telemetry={"auto_configure": False, "operation_spans": False, "metrics": False, "logs": False},
         middleware=[
+            Middleware(ProblemPages),
             Middleware(TimedAnswers, durations=durations),
             Middleware(RequestContext),
             Middleware(BodyLimit, limit_bytes=chosen.body_limit_bytes),
@@ -59,6 +62,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     install_error_handlers(app)
     for room in (jobs, events, report, webhooks, audit, preflight, support, health, metrics):
         app.include_router(room.router)
+    install_pages(app, chosen)
     return app
 
 

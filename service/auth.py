@@ -119,12 +119,16 @@ def _account(parts: Any, origin: Origin, token: str) -> str:
     raise LoginRefused(401, "token_invalid", reason, _REMEDY)
 
 
+def spend(request: Request, caller: Caller, budget: str) -> Caller:
+    """Counts the request; the answer tells what is left (service.middleware). Raises RequestRefused (429)."""
+    limits: RateLimits = request.app.state.parts.rate_limits
+    request.state.standing = limits.spend(budget, caller.tenant)
+    return caller
+
+
 def _spending(budget: str) -> Callable[..., Caller]:
     def caller(request: Request, caller: Annotated[Caller, Depends(authenticated)]) -> Caller:
-        """Counts the request; the answer tells what is left (service.middleware)."""
-        limits: RateLimits = request.app.state.parts.rate_limits
-        request.state.standing = limits.spend(budget, caller.tenant)
-        return caller
+        return spend(request, caller, budget)
 
     return caller
 

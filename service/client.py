@@ -17,7 +17,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from service.api_client import ApiClient, ApiError, is_loopback
-from service.follow import Bars, JsonLines, Lines, View, printable, show_all
+from service.follow import Bars, JsonLines, Lines, View, show_all
+from service.words import printable
 
 DEFAULT_API = "http://127.0.0.1:8400"
 _UNFOLDED_COLUMNS = 10_000

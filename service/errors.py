@@ -149,11 +149,14 @@ def install_error_handlers(app: FastAPI) -> None:
     app.exception_handler(OperationalError)(_database_away)
 
 
+def status_of(error: KvalignError) -> int:
+    """Of the answer that an error leads to; 500 for one that is nobody's fault but ours."""
+    return error.status if isinstance(error, RequestRefused) else _STATUS.get(error.code, 500)
+
+
 async def _kvalign_error(request: Request, error: KvalignError) -> Response:
-    if isinstance(error, RequestRefused):
-        status, code = error.status, error.problem_code
-    else:
-        status, code = _STATUS.get(error.code, 500), error.code
+    status = status_of(error)
+    code = error.problem_code if isinstance(error, RequestRefused) else error.code
     if standing := getattr(error, "standing", None):
         request.state.standing = standing  # service.middleware tells it
     if status == 500:

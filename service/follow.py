@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from service.api_client import Event
+from service.words import amount, in_words
 
 _STEP_PERCENT = 10.0
 
@@ -60,7 +61,7 @@ class Bars:
         if event.kind == "progress":
             done, total, unit = event.data["done"], event.data["total"], event.data["unit"]
             self._progress.update(
-                self._task(stage), completed=done, total=total or None, amount=_amount(done, total, unit)
+                self._task(stage), completed=done, total=total or None, amount=amount(done, total, unit)
             )
         elif event.kind == "stage" and event.data["status"] == "started":
             self._progress.reset(self._task(stage), total=None)
@@ -121,46 +122,7 @@ class JsonLines:
 
 def plain_line(event: Event) -> str:
     """The event in words; empty for what a person need not see."""
-    return printable(_in_words(event))
-
-
-def printable(text: str) -> str:
-    """The text without what could steer a terminal.
-
-    >>> printable("red: \x1b[31m, two\\nlines")
-    'red: ?[31m, two?lines'
-    """
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def _in_words(event: Event) -> str:
-    data = event.data
-    if event.kind == "state":
-        return f"{data['state']}{_reason(data)}"
-    if event.kind == "stage" and data["status"] == "finished":
-        return f"{data['stage']} finished in {data['seconds']:.1f} s"
-    if event.kind == "stage":
-        return f"{data['stage']} {data['status']}"
-    if event.kind == "progress":
-        return f"{data['stage']} {data['percent']:.0f}% {_amount(data['done'], data['total'], data['unit'])}"
-    return ""
-
-
-def _reason(data: dict[str, object]) -> str:
-    error = data.get("error")
-    if isinstance(error, dict):
-        return f": {error['code']}: {error['message']} {error['remedy']}".rstrip()
-    return ""
-
-
-def _amount(done: int, total: int, unit: str) -> str:
-    if unit == "bytes":
-        return f"{_megabytes(done)} of {_megabytes(total)} MB" if total else f"{_megabytes(done)} MB"
-    return (f"{done} of {total} {unit}" if total else f"{done} {unit}").rstrip()
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:.1f}"
+    return in_words(event.kind, event.data)
 
 
 def _clock(event: Event) -> str:

@@ -26,6 +26,7 @@ class ServiceSettings(WorkerSettings):
     rate_limit_redis_url  where requests are counted; the broker's Redis unless given
     webhook_poll_s        seconds between two looks for webhooks to send
     webhook_allow_private  webhooks may name http and private addresses: for tests, and networks of one's own
+    session_s             how long a person stays signed in to the web page
     free_disk_min_bytes   `kvalign doctor` fails a workspace disk with less than this free
     """
 
@@ -44,6 +45,7 @@ class ServiceSettings(WorkerSettings):
     rate_limit_redis_url: str = Field(default="", repr=False)
     webhook_poll_s: float = Field(default=1.0, gt=0, le=60)
     webhook_allow_private: bool = False
+    session_s: int = Field(default=12 * 3600, ge=60, le=30 * 24 * 3600)
     free_disk_min_bytes: int = Field(default=5 * _GIB, ge=0)
 
     @field_validator("rate_limit_redis_url")

@@ -1,6 +1,6 @@
-"""A real `kvalign worker` process, save that its converting child is tests/integration/fake_child.py.
+"""A real `kvalign worker` process, save that its converting child is a stand-in: CHILD, or fake_child.py.
 
-Usage: python worker_main.py CONTROL_FOLDER, with the settings in the environment.
+Usage: python worker_main.py CONTROL_FOLDER [CHILD], with the settings in the environment.
 """
 
 import sys
@@ -19,7 +19,8 @@ CHILD = Path(__file__).with_name("fake_child.py")
 def main() -> int:
     settings = WorkerSettings.load()
     tools = Tools.of(settings, 1)
-    command = [sys.executable, str(CHILD), sys.argv[1]]
+    child = sys.argv[2] if len(sys.argv) > 2 else str(CHILD)
+    command = [sys.executable, child, sys.argv[1]]
     runner = Runner(command, Confinement(2**31, 2**30, 1), tools.workspaces.cache)
     return serve(settings, replace(tools, runner=runner), concurrency=1, log_level="info")
 
