@@ -14,6 +14,7 @@ from functools import partial
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from worker.database import AWAY
 from worker.jobs import ErrorCode, JobError, JobState
 from worker.schema import ALIVE, LEASED, IdempotencyRow, JobRow, WorkerRow
 from worker.store import JobStore
@@ -113,7 +114,7 @@ def _end_attempt(session: Session, row: JobRow, at: datetime, max_attempts: int,
 def _worker_lost(losses: int) -> JobError:
     return JobError(
         ErrorCode.WORKER_LOST,
-        f"The worker vanished in the middle of the job, {losses} times.",
+        f"The worker vanished in the middle of the job, or its conversion stood still, {losses} times.",
         "Retry the job; if it happens again, ask the operator whether the workers have enough memory.",
     )
 
@@ -150,5 +151,7 @@ class Sweeper(threading.Thread):
     def _guarded_pass(self) -> None:
         try:
             self._one_pass()
-        except Exception:  # the edge of the thread: a database or broker that is away comes back
+        except AWAY as error:
+            _log.warning("the database does not answer (%s); the next sweep comes in %s s", error.orig, self._every_s)
+        except Exception:  # the edge of the thread: whatever it was may have passed by then
             _log.exception("a sweep failed; the next one comes in %s s", self._every_s)

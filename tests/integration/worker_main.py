@@ -1,6 +1,6 @@
 """A real `kvalign worker` process, save that its converting child is tests/integration/fake_child.py.
 
-Usage: python worker_main.py CONTROL_FOLDER, with the settings in the environment.
+Usage: python worker_main.py CONTROL_FOLDER [CONCURRENCY], with the settings in the environment.
 """
 
 import sys
@@ -18,10 +18,13 @@ CHILD = Path(__file__).with_name("fake_child.py")
 
 def main() -> int:
     settings = WorkerSettings.load()
-    tools = Tools.of(settings, 1)
-    command = [sys.executable, str(CHILD), sys.argv[1]]
-    runner = Runner(command, Confinement(2**31, 2**30, 1), tools.workspaces.cache)
-    return serve(settings, replace(tools, runner=runner), concurrency=1, log_level="info")
+    control, concurrency = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    tools = Tools.of(settings, concurrency)
+    confinement = Confinement(
+        settings.child_memory_bytes or 2**31, min(settings.child_file_bytes, 2**30), 1, settings.child_stall_s
+    )
+    runner = Runner([sys.executable, str(CHILD), control], confinement, tools.workspaces.cache)
+    return serve(settings, replace(tools, runner=runner), concurrency=concurrency, log_level="info")
 
 
 if __name__ == "__main__":
