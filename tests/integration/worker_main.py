@@ -1,12 +1,16 @@
 """A real `kvalign worker` process, save that its converting child is tests/integration/fake_child.py.
 
+TEST_HUB_PATIENCE_S shortens the minute that it waits for a Hub that says nothing.
+
 Usage: python worker_main.py CONTROL_FOLDER [CONCURRENCY], with the settings in the environment.
 """
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+from worker import hub_client, hub_download
 from worker.pipeline import Tools
 from worker.process import Confinement
 from worker.runner import Runner
@@ -18,6 +22,9 @@ CHILD = Path(__file__).with_name("fake_child.py")
 
 def main() -> int:
     settings = WorkerSettings.load()
+    if patience_s := float(os.environ.get("TEST_HUB_PATIENCE_S", "0")):
+        hub_client._TIMEOUTS_S.update(read=patience_s, write=patience_s)
+        hub_download._STALL_S = patience_s
     control, concurrency = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
     tools = Tools.of(settings, concurrency)
     confinement = Confinement(
