@@ -3,7 +3,6 @@
 import contextlib
 import random
 import signal
-import sqlite3
 import threading
 import time
 from collections import Counter
@@ -112,7 +111,8 @@ class Chaos:
     def _database_away(self) -> None:
         seconds = self._rng.uniform(1, 2.5 * self._lease_s)
         if self._topology.postgres is None:
-            lock_sqlite(self._topology.settings["KVALIGN_DATABASE_URL"], seconds)
+            with self._topology.locked_sqlite():
+                time.sleep(seconds)
             return
         postgres = self._topology.postgres
         kind = self._rng.choice(["crash", "stop", "pause", "disconnect"])
@@ -154,14 +154,6 @@ class Chaos:
         timer = threading.Timer(seconds, act)
         self._mends.append(timer)
         timer.start()
-
-
-def lock_sqlite(url: str, seconds: float) -> None:
-    """Nobody else writes for a while."""
-    with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"), timeout=30, isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        time.sleep(seconds)
-        other.execute("ROLLBACK")
 
 
 def _continue(family: list[psutil.Process]) -> None:

@@ -60,7 +60,7 @@ class Worker:
 
     def attach(self) -> None:
         """Register the task, and follow the worker's life by Celery's signals."""
-        self._celery.task(self._run_next, name=TASK, max_retries=self._settings.max_attempts)
+        self._celery.task(self._run_next, name=TASK)
         signals.worker_ready.connect(lambda **_: self._sweeper.start(), weak=False)
         signals.worker_shutting_down.connect(lambda **_: self._stop.set(), weak=False)
         signals.worker_shutdown.connect(lambda **_: self._leave(), weak=False)

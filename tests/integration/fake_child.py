@@ -71,10 +71,11 @@ def work_on(stage: str, spec: dict[str, Any], control: Path) -> None:
 
 
 def misbehave(mode: str, spec: dict[str, Any], control: Path) -> None:
+    while mode == "hold":
+        time.sleep(0.05)
+        mode = mode_of(spec, control)
     if mode == "hang":
         time.sleep(600)
-    while mode == "hold" and mode_of(spec, control) == "hold":
-        time.sleep(0.05)
     eaten = []
     while mode == "eat":
         eaten.append(b"x" * 10_000_000)

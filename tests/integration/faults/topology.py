@@ -9,6 +9,7 @@ import itertools
 import os
 import secrets
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -293,6 +294,27 @@ class Topology:
             part.start()
         for api in self.apis:
             wait_for(lambda api=api: is_ready(api.url), 60)
+
+    @contextlib.contextmanager
+    def another_worker(self, **settings: str) -> Iterator[Part]:
+        """One with settings of its own."""
+        worker = _worker(self.folder, len(self.workers) + 1, {**self.settings, **settings}, "fake", 1)
+        worker.start()
+        try:
+            yield worker
+        finally:
+            worker.kill_tree()
+
+    @contextlib.contextmanager
+    def locked_sqlite(self) -> Iterator[None]:
+        """Nobody else writes."""
+        path = self.settings["KVALIGN_DATABASE_URL"].removeprefix("sqlite:///")
+        with contextlib.closing(sqlite3.connect(path, timeout=30, isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            try:
+                yield
+            finally:
+                other.execute("ROLLBACK")
 
     def see_workers(self) -> None:
         """Wait until every worker listens: one that does not yet is simply ended by a SIGTERM."""
