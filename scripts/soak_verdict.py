@@ -34,7 +34,7 @@ def verdict(topology: Topology, clients: Clients) -> dict[str, Any]:
         "errors": dict(errors),
         "attempts": sum(job["attempts"] for job in jobs),
         "most_attempts": max(job["attempts"] for job in jobs),
-        "running_again_after_a_loss_s": {"count": len(lost_s), "max": round(max(lost_s, default=0.0), 1)},
+        "queued_after_a_loss_s": {"count": len(lost_s), "max": round(max(lost_s, default=0.0), 1)},
         "published_by_jobs_that_did_not_succeed": sum(
             len(topology.commits_of(job)) for job in jobs if job["state"] != "succeeded"
         ),
@@ -64,7 +64,7 @@ def _workspaces_left(topology: Topology) -> list[str]:
 
 
 def _waits_after_a_loss(topology: Topology, job: dict[str, Any]) -> list[float]:
-    """Seconds in the queue of jobs that the sweeper took from a vanished worker."""
+    """Seconds in the queue of jobs that the sweeper took from a vanished worker; a free slot is waited for, too."""
     events = [event for event in topology.caller(job["tenant"]).events(job) if event["kind"] == "state"]
     waits = []
     for event, after in itertools.pairwise(events):

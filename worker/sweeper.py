@@ -146,7 +146,8 @@ class Sweeper(threading.Thread):
 
     def stop(self, wait_s: float = 5.0) -> None:
         self._stopping.set()
-        self.join(wait_s)
+        if self.is_alive():  # a worker may be told to stop before it was ready
+            self.join(wait_s)
 
     def _guarded_pass(self) -> None:
         try:

@@ -53,7 +53,7 @@ def assert_retried(topology: Topology, job: Json, kept: list[str]) -> None:
 
 def test_a_disk_that_fills_up_in_the_download(topology: Topology) -> None:
     ada = topology.caller()
-    topology.hub.fault(method="GET", path_regex="ada/tiny/resolve/.*/README.md", delay_s=2)
+    topology.hub.fault(method="GET", path_regex="ada/tiny/resolve/.*/README.md", delay_s=4)
     job = ada.submit("ada/full-in-pull")
     ada.see(job, "pull")
     with full_disk(topology):

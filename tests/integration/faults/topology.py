@@ -184,7 +184,7 @@ class Caller:
 
     def reach(self, job: Json, state: str = "succeeded", timeout_s: float = 60) -> Json:
         """Wait for a job's end; another end than the one wanted fails the test."""
-        now: Json = wait_for(lambda: (found := self.job(job))["state"] in FINAL and found, timeout_s, 0.1)
+        now: Json = wait_for(lambda: (found := self.job(job))["state"] in FINAL and found, timeout_s, 0.2)
         assert now["state"] == state, now["error"]
         return now
 
@@ -197,7 +197,7 @@ class Caller:
             fits = now["state"] == "running" and now["stage"] == stage and now["attempts"] >= attempt
             return now if fits else None
 
-        found: Json = wait_for(there, timeout_s)
+        found: Json = wait_for(there, timeout_s, 0.1)
         return found
 
     def events(self, job: Json) -> list[Json]:
@@ -376,7 +376,7 @@ def running_topology(
             "KVALIGN_LEASE_S": str(LEASE_S),
             "KVALIGN_HEARTBEAT_S": "0.5",
             "KVALIGN_SWEEP_S": "0.5",
-            "KVALIGN_SSE_POLL_S": "0.1",
+            "KVALIGN_SSE_POLL_S": "0.3",
             "KVALIGN_WORKER_SEEN_WITHIN_S": "30",
             "KVALIGN_RUNNING_PER_TENANT": "4",
             "KVALIGN_ALIVE_PER_TENANT": "100",
