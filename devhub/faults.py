@@ -63,6 +63,11 @@ class Faults:
             self._waiting.append(fault)
         return fault
 
+    def waiting(self) -> list[Fault]:
+        """Those that have not happened as often as they were asked for."""
+        with self._lock:
+            return list(self._waiting)
+
     def clear(self) -> None:
         with self._lock:
             self._waiting.clear()

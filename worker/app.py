@@ -27,7 +27,10 @@ def create_celery(settings: WorkerSettings) -> Celery:
         task_default_queue=QUEUE,
         task_ignore_result=True,  # no result backend: with one, killing Redis in mid-task lost the job
         task_acks_late=True,
-        task_retry_on_worker_lost=True,  # bounded by the task's max_retries, unlike reject_on_worker_lost
+        # A killed pool process loses its message, too: until its lease runs out, another one would find nothing to run,
+        # and the sweeper sends one then. (Celery 5.7 fails to send a task without a result again: TypeError.)
+        task_retry_on_worker_lost=False,
+        task_reject_on_worker_lost=False,
         worker_prefetch_multiplier=1,
         worker_max_tasks_per_child=1,  # memory is given back, and an abandoned transfer ends with its process
         worker_cancel_long_running_tasks_on_connection_loss=False,
@@ -75,4 +78,6 @@ def count_messages(celery: Celery) -> int:
             declared = connection.default_channel.queue_declare(QUEUE, passive=True)
         except ChannelError:  # Redis forgets an empty queue
             return 0
+        except connection.connection_errors as error:  # of Redis itself, once there is a connection
+            raise OperationalError(str(error)) from error
         return int(declared.message_count)

@@ -28,6 +28,12 @@ from sqlalchemy.orm import Session
 from kvalign.errors import ConfigInvalid
 
 BUSY_TIMEOUT_S = 15
+_NOTICE_A_DEAD_PEER = {  # or a network that swallows packets holds up a query for a quarter of an hour
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
 AWAY: tuple[type[DBAPIError], ...] = (OperationalError, InterfaceError)
 """What is raised while the database does not answer: asking again later may help."""
 
@@ -148,7 +154,7 @@ def _engine(url: URL) -> Engine:
 def _options(url: URL) -> dict[str, Any]:
     if url.get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": BUSY_TIMEOUT_S}}
-    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
+    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10, **_NOTICE_A_DEAD_PEER}}
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

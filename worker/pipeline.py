@@ -30,7 +30,7 @@ from worker.logs import bound
 from worker.messages import ChildSpec, ProgressMessage, StageDoneMessage, Summary
 from worker.preflight import preflight
 from worker.process import Confinement, machine_memory_bytes
-from worker.runner import Listener, Runner
+from worker.runner import Listener, Runner, Stalled
 from worker.settings import WorkerSettings
 from worker.tracing import mark_failed, stage_happened, stage_span
 from worker.watch import Watch, WorkerStopping
@@ -63,22 +63,26 @@ class Tools:
             memory_bytes=settings.child_memory_bytes or int(MEMORY_SHARE * machine_memory_bytes() / concurrency),
             file_bytes=settings.child_file_bytes,
             threads=max(1, (os.cpu_count() or 1) // concurrency),
+            stall_s=settings.child_stall_s,
         )
         runner = Runner([sys.executable, "-P", "-m", "worker.child"], confinement, workspaces.cache)
         return cls(partial(Hub, settings.hub_endpoint), runner, workspaces, confinement.memory_bytes)
 
 
 def run_attempt(lease: Lease, watch: Watch, tools: Tools) -> None:
-    """Run a claimed job to its end and record it, whatever happens; when the lease is lost, record nothing."""
+    """Run a claimed job to its end and record it, whatever happens.
+
+    When the lease is lost, or is to be given up, nothing is recorded: the sweeper counts the loss once it has run out.
+    """
     try:
-        with tools.workspaces.open(lease.job.id, watch.check) as workspace:
+        with tools.workspaces.open(lease.job.id, watch.check, patience_s=lease.lease_s) as workspace:
             attempt = _Attempt(lease, watch, tools, workspace)
             ending = attempt.run()
             _record(lease, ending)
             attempt.clean_up(ending)
-    except LeaseLost as lost:
-        _log.warning("%s", lost)
-    except KvalignError as reason:  # to stop waiting for the workspace
+    except (LeaseLost, Stalled) as lost:
+        _log.warning("job %s: %s", lease.job.id, lost)
+    except KvalignError as reason:  # to stop waiting for the workspace, or there can be none
         _record(lease, reason)
 
 
@@ -111,10 +115,13 @@ class _Attempt:
         self._journal = Journal(lease)
 
     def run(self) -> JobResult | KvalignError:
-        """The result, or why there is none. Raises LeaseLost alone."""
+        """The result, or why there is none. Raises LeaseLost and Stalled alone."""
         try:
             return self._stages()
         except LeaseLost:
+            raise
+        except Stalled as stalled:
+            self._journal.log(stalled.message)
             raise
         except KvalignError as error:
             return error

@@ -36,11 +36,13 @@ class Confinement:
     memory_bytes  it and its descendants together, files mapped from disk not counted
     file_bytes    the largest single file
     threads       for numerical work, unless the operator set OMP_NUM_THREADS
+    stall_s       how long it may neither compute nor say anything
     """
 
     memory_bytes: int
     file_bytes: int
     threads: int
+    stall_s: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,16 @@ class Child:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     memory = each.memory_info()
                     total += memory.rss - memory.shared
+        return total
+
+    def cpu_s(self) -> float:
+        """Seconds of processor time that it and its living descendants took; stands still when they do."""
+        total = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            for each in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += sum(each.cpu_times()[:4])
         return total
 
     def send(self, said: bytes) -> None:

@@ -36,6 +36,10 @@ _NOT_FOR_A_CHILD_TO_SAY = {ErrorCode.CANCELED, ErrorCode.WORKER_LOST}
 _LESS_MEMORY = "Choose a shorter calibration sequence_length or a smaller model, or ask for larger workers."
 
 
+class Stalled(KvalignError):
+    """The child stands still, stopped or stuck, and was ended; another attempt may fare better."""
+
+
 @dataclass(frozen=True)
 class Listener:
     """Where a child's words go: progress and finished stages to on_message, lines of stderr to on_log."""
@@ -61,7 +65,7 @@ class Runner:
 
         check  called several times a second; what it raises is raised, once the child's whole group is dead
 
-        Raises the child's own error, OutOfMemory, DiskFull, or KvalignError with its last words. To be called
+        Raises the child's own error, OutOfMemory, DiskFull, Stalled, or KvalignError with its last words. To be called
         on a thread that outlives the child: the kernel kills the child when that thread ends.
         """
         environment = environment_for(folder, self._cache, self._confinement.threads)
@@ -79,6 +83,7 @@ class _Conversation:
         self._listener = listener
         self._output, self._log = Lines(READ_BYTES), Lines(READ_BYTES)
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
+        self._cpu_s, self._moved_at = 0.0, time.monotonic()
         self._summary: Summary | None = None
         self._error: ErrorMessage | None = None
 
@@ -88,10 +93,12 @@ class _Conversation:
             selector.register(self._child.stderr, selectors.EVENT_READ, self._hear_log)
             next_tick = 0.0
             while not self._child.has_ended():
-                self._listen(selector, TICK_S)
+                if self._listen(selector, TICK_S):
+                    self._moved_at = time.monotonic()
                 if time.monotonic() >= next_tick:
                     check()
                     self._check_memory()
+                    self._check_movement()
                     next_tick = time.monotonic() + TICK_S
             self._hear_the_rest(selector)
         return self._verdict()
@@ -138,6 +145,16 @@ class _Conversation:
         if held_bytes > limit_bytes:
             raise OutOfMemory(
                 f"The conversion held {held_bytes:,} bytes of memory; the limit is {limit_bytes:,}.", _LESS_MEMORY
+            )
+
+    def _check_movement(self) -> None:
+        now, cpu_s = time.monotonic(), self._child.cpu_s()
+        if cpu_s != self._cpu_s:
+            self._cpu_s, self._moved_at = cpu_s, now
+        elif now - self._moved_at > self._confinement.stall_s:
+            raise Stalled(
+                f"The conversion neither computed nor said anything for {self._confinement.stall_s:,.0f} s.",
+                "Another attempt goes on after the last finished stage.",
             )
 
     def _verdict(self) -> Summary:

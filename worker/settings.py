@@ -22,6 +22,7 @@ class WorkerSettings(BaseSettings):
     job_time_limit_s      the longest an attempt may take
     child_memory_bytes    the most a converting process may hold; 0 = three quarters of the machine's memory
     child_file_bytes      the largest single file it may write
+    child_stall_s         how long it may neither compute nor say anything; then its job is given to another attempt
     alive_per_tenant      jobs one account may have queued and running together
     running_per_tenant    jobs of one account that may run at once
     failed_kept_s         how long a failed job's files stay for a retry to go on with
@@ -44,6 +45,7 @@ class WorkerSettings(BaseSettings):
     job_time_limit_s: float = Field(default=24 * 3600.0, gt=0)
     child_memory_bytes: int = Field(default=0, ge=0)
     child_file_bytes: int = Field(default=64 * _GIB, ge=1)
+    child_stall_s: float = Field(default=300.0, gt=0)
     alive_per_tenant: int = Field(default=20, ge=1)
     running_per_tenant: int = Field(default=2, ge=1)
     failed_kept_s: float = Field(default=24 * 3600.0, ge=0)

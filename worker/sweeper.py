@@ -15,6 +15,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from worker.counters import Counter, count
+from worker.database import AWAY
 from worker.jobs import ErrorCode, JobError, JobState
 from worker.schema import ALIVE, LEASED, IdempotencyRow, JobRow, WorkerRow
 from worker.store import JobStore
@@ -115,7 +116,7 @@ def _end_attempt(session: Session, row: JobRow, at: datetime, max_attempts: int,
 def _worker_lost(losses: int) -> JobError:
     return JobError(
         ErrorCode.WORKER_LOST,
-        f"The worker vanished in the middle of the job, {losses} times.",
+        f"The worker vanished in the middle of the job, or its conversion stood still, {losses} times.",
         "Retry the job; if it happens again, ask the operator whether the workers have enough memory.",
     )
 
@@ -147,10 +148,13 @@ class Sweeper(threading.Thread):
 
     def stop(self, wait_s: float = 5.0) -> None:
         self._stopping.set()
-        self.join(wait_s)
+        if self.is_alive():  # a worker may be told to stop before it was ready
+            self.join(wait_s)
 
     def _guarded_pass(self) -> None:
         try:
             self._one_pass()
-        except Exception:  # the edge of the thread: a database or broker that is away comes back
+        except AWAY as error:
+            _log.warning("the database does not answer (%s); the next sweep comes in %s s", error.orig, self._every_s)
+        except Exception:  # the edge of the thread: whatever it was may have passed by then
             _log.exception("a sweep failed; the next one comes in %s s", self._every_s)

@@ -6,6 +6,7 @@ import socket
 from contextlib import closing
 
 from celery import Celery, signals
+from kombu.exceptions import OperationalError
 
 from worker.app import TASK, count_messages, create_celery, enqueue
 from worker.leases import Lease, Leases
@@ -74,7 +75,7 @@ class Worker:
 
     def attach(self) -> None:
         """Register the task, and follow the worker's life by Celery's signals."""
-        self._celery.task(self._run_next, name=TASK, max_retries=self._settings.max_attempts)
+        self._celery.task(self._run_next, name=TASK)
         signals.worker_ready.connect(lambda **_: self._sweeper.start(), weak=False)
         signals.worker_shutting_down.connect(lambda **_: self._stop.set(), weak=False)
         signals.worker_shutdown.connect(lambda **_: self._leave(), weak=False)
@@ -113,15 +114,19 @@ class Worker:
             swept = sweep(self._store, max_attempts=self._settings.max_attempts)
             if swept:
                 _log.warning("jobs of vanished workers: %s", swept)
-            self._repair_messages()
             if forgotten := forget(self._store, kept_days=self._settings.jobs_kept_days):
                 _log.info("forgot %d old jobs and audit entries", forgotten)
             remove_useless_workspaces(self._store, self._tools.workspaces, failed_kept_s=self._settings.failed_kept_s)
+            self._repair_messages()
 
     def _repair_messages(self) -> None:
         """Send what is missing of one message for each job that may run now: lost ones, and those used in vain."""
         waiting = self._leases.waiting(MESSAGES_PER_SWEEP)
-        missing = len(waiting) - count_messages(self._celery) if waiting else 0
+        try:
+            missing = len(waiting) - count_messages(self._celery) if waiting else 0
+        except OperationalError as error:
+            _log.warning("%d jobs wait for a message; the broker does not answer (%s)", len(waiting), error)
+            return
         for job_id in waiting[: max(0, missing)]:
             if not enqueue(self._celery, job_id):
                 break

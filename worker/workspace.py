@@ -1,31 +1,40 @@
 """The folder that a job works in, and its share of the disk. Must not know what the stages do.
 
 DATA_DIR/jobs/<job id>/
-    .lock               held while an attempt works here
+    .lock               held while an attempt works here; says which process holds it
     .reserved           bytes this job may still need; other jobs leave them free
     <stage>-<key>/      what a stage made; key is a hash of its inputs
     <stage>-<key>.done  JSON, written once the stage has finished
 DATA_DIR/cache/         compiled code, shared by all jobs
 """
 
+import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
+import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvalign.errors import DiskFull
+import psutil
+
+from kvalign.errors import DiskFull, KvalignError
 
 _JOB_ID = re.compile(r"job_[0-9a-z]{26}")
 _LOCK = ".lock"
 _RESERVED = ".reserved"
 _POLL_S = 0.2
+_SAME_PROCESS_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 def stage_key(*inputs: Any) -> str:
@@ -43,18 +52,27 @@ class Workspaces:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @contextmanager
-    def open(self, job_id: str, while_waiting: Callable[[], None]) -> "Iterator[Workspace]":
+    def open(
+        self, job_id: str, while_waiting: Callable[[], None], *, patience_s: float = float("inf")
+    ) -> "Iterator[Workspace]":
         """A job's folder, made if need be; waits for an attempt that still works in it.
 
         while_waiting  called while another process holds the folder; what it raises ends the waiting
+        patience_s     after which the other process is killed. Whoever opens holds the job's lease, so the other one
+                       has lost it, and would have seen so unless it is stopped or stuck. One in another container or
+                       on another machine is waited for.
+
+        Raises DiskFull, or KvalignError where no folder can be made.
         """
         root = self._jobs / job_id
-        lock = _try_lock(root)
-        while lock is None:
+        kill_at = time.monotonic() + patience_s
+        while (lock := _lock_or_explain(root)) is None:
             while_waiting()
+            if time.monotonic() > kill_at:
+                _kill_holder(root)
             time.sleep(_POLL_S)
-            lock = _try_lock(root)
         with lock:
+            _sign(lock)
             yield Workspace(root, self)
 
     def ids(self) -> list[str]:
@@ -137,6 +155,50 @@ class Workspace:
 
     def remove(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _lock_or_explain(root: Path) -> BinaryIO | None:
+    try:
+        return _try_lock(root)
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise DiskFull(
+                "The worker's disk has no room for the job's folder.", "Retry when other jobs have ended."
+            ) from None
+        _log.exception("the folder of job %s cannot be made", root.name)
+        raise KvalignError(
+            f"The worker cannot make the job's folder ({error.strerror}).", "Ask the operator about the worker's disk."
+        ) from None
+
+
+def _sign(lock: BinaryIO) -> None:
+    """Write down whose lock it is; on a full disk it stays unsigned."""
+    holder = {"pid": os.getpid(), "started": psutil.Process().create_time(), "place": _place()}
+    try:
+        lock.truncate(0)
+        lock.write(json.dumps(holder).encode())
+        lock.flush()
+    except OSError as error:
+        _log.warning("a job's lock is unsigned: %s", error.strerror)
+
+
+def _kill_holder(root: Path) -> None:
+    """Kill the process that signed the lock, if it runs here and is still that process."""
+    try:
+        holder = json.loads((root / _LOCK).read_bytes())
+        process = psutil.Process(int(holder["pid"]))
+        apart_s = abs(process.create_time() - holder["started"])  # it moves with the machine's clock
+        same = holder["place"] == _place() and apart_s < _SAME_PROCESS_S
+    except (OSError, ValueError, TypeError, KeyError, psutil.Error):  # unsigned, torn, or gone by now
+        return
+    if same and process.pid != os.getpid():
+        _log.warning("process %d holds job %s without a lease and does not let go; killing it", process.pid, root.name)
+        process.send_signal(signal.SIGKILL)
+
+
+def _place() -> str:
+    """Where a process number means what it means here."""
+    return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _try_lock(root: Path) -> BinaryIO | None:

@@ -12,6 +12,10 @@ async def add_fault(request: Request) -> Response:
     return JSONResponse({}, status_code=201)
 
 
+def waiting_faults(request: Request) -> Response:
+    return JSONResponse([fault.model_dump(mode="json") for fault in request.app.state.faults.waiting()])
+
+
 def clear_faults(request: Request) -> Response:
     request.app.state.faults.clear()
     return JSONResponse({})
@@ -23,6 +27,7 @@ def log(request: Request) -> Response:
 
 routes = [
     route("/devhub/faults", add_fault, "POST"),
+    route("/devhub/faults", waiting_faults),
     route("/devhub/faults", clear_faults, "DELETE"),
     route("/devhub/log", log),
 ]

@@ -19,6 +19,7 @@ from service.wiring import JobId, ServiceParts, Wiring
 from worker.jobs import JobEvent
 
 PAGE = 500
+_LAST_WORDS_S = 3  # less than uvicorn waits for its requests
 _EVENT_STREAM, _JSON = "text/event-stream", "application/json"
 
 router = APIRouter(tags=["jobs"], responses=ACCOUNT_RESPONSES)
@@ -63,7 +64,15 @@ def events(
     wiring.streams.check(caller.tenant)
     if request.state.is_head:  # a stream without a body would only stay open
         return Response(media_type=_EVENT_STREAM)
-    return EventSourceResponse(_stream(follower, news), ping=wiring.settings.sse_keepalive_s, sep="\n", send_timeout=60)
+    stopping = anyio.Event()
+    return EventSourceResponse(
+        _stream(follower, news, stopping),
+        ping=wiring.settings.sse_keepalive_s,
+        sep="\n",
+        send_timeout=60,
+        shutdown_event=stopping,
+        shutdown_grace_period=_LAST_WORDS_S,
+    )
 
 
 @dataclass
@@ -93,16 +102,20 @@ class _Follower:
         return news
 
 
-async def _stream(follower: _Follower, news: list[JobEvent]) -> AsyncIterator[ServerSentEvent]:
-    """Streams poll in threads of their own, so that many of them cannot starve the other routes."""
+async def _stream(follower: _Follower, news: list[JobEvent], stopping: anyio.Event) -> AsyncIterator[ServerSentEvent]:
+    """Streams poll in threads of their own, so that many of them cannot starve the other routes.
+
+    When the server stops, a stream ends as it should, and whoever reads it goes on elsewhere after its last event.
+    """
     wiring = follower.wiring
     with wiring.streams.open(follower.tenant):
         while True:
             for event in news:
                 data = json.dumps({"at": event.at.isoformat(), **event.data})
                 yield ServerSentEvent(data, event=event.kind, id=str(event.sequence))
-            if follower.ended:
+            if follower.ended or stopping.is_set():
                 return
             if not follower.more_stored:
-                await anyio.sleep(wiring.settings.sse_poll_s)
+                with anyio.move_on_after(wiring.settings.sse_poll_s):
+                    await stopping.wait()
             news = await to_thread.run_sync(follower.read, limiter=wiring.streams.threads)

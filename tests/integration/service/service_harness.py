@@ -1,6 +1,5 @@
 """What the service's integration tests share: a devhub, a Redis, a real API process, and a client. Knows no test."""
 
-import json
 import os
 import signal
 import socket
@@ -13,27 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 from cryptography.fernet import Fernet
-from safetensors.numpy import save_file
 
 from kvalign.config import ConversionConfig
 from worker.store import JobStore
 
 ROOT = Path(__file__).resolve().parents[3]
 ALICE, BOB, READER = "hf_alice_canary", "hf_bob_canary", "hf_reader_canary"
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 2,
-    "vocab_size": 32,
-}
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
@@ -70,27 +55,6 @@ def end(process: subprocess.Popen[Any]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def write_model(folder: Path, **config: Any) -> Path:
-    """A llama of a few hundred weights, as a Hub repo would hold it."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**LLAMA, **config}))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    width, vocabulary = LLAMA["hidden_size"], LLAMA["vocab_size"]
-    layer = "model.layers.0"
-    square = np.zeros((width, width), np.float32)
-    names = [f"{layer}.self_attn.{p}_proj.weight" for p in "qkvo"]
-    names += [f"{layer}.mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
-    tensors = dict.fromkeys(names, square)
-    norms = [f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight", "model.norm.weight"]
-    tensors |= {name: np.ones(width, np.float32) for name in norms}
-    tensors |= {
-        name: np.zeros((vocabulary, width), np.float32) for name in ("model.embed_tokens.weight", "lm_head.weight")
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 @dataclass(frozen=True)
