@@ -1,6 +1,6 @@
 """How long the running stage will still take, at its pace so far; must not guess about later stages."""
 
-from datetime import UTC, datetime
+from datetime import datetime
 
 from worker.jobs import Job, JobEvent, JobState
 from worker.store import JobStore
@@ -21,7 +21,7 @@ def stage_eta_s(store: JobStore, job: Job) -> float | None:
     if worked_s < _LEAST_S:
         return None
     left_s = worked_s * (progress.total - progress.done) / progress.done
-    return round(max(0.0, left_s - (datetime.now(UTC) - job.updated_at).total_seconds()), 1)
+    return round(max(0.0, left_s - (store.now() - job.updated_at).total_seconds()), 1)
 
 
 def _stage_began(store: JobStore, job: Job) -> datetime | None:

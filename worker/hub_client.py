@@ -166,7 +166,7 @@ class HubClient:
         return f": {words[:300].rstrip('.')}" if words else ""
 
 
-_NEW_TOKEN = "Send a valid Hub access token."  # noqa: S105  advice, not a secret
+_NEW_TOKEN = "Send a valid Hub access token; a failed job goes on where it was when it is retried with one."  # noqa: S105  advice, not a secret
 _TRY_LATER = "Try again later; finished work is kept."
 
 

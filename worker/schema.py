@@ -178,7 +178,10 @@ class ReportFileRow(Base):
 
 class IdempotencyRow(Base):
     __tablename__ = "idempotency_keys"
-    __table_args__ = (Index("ix_idempotency_keys_created_at", "created_at"),)
+    __table_args__ = (
+        Index("ix_idempotency_keys_created_at", "created_at"),
+        Index("ix_idempotency_keys_job_id", "job_id"),  # else each job that is forgotten costs a look at every key
+    )
 
     tenant: Mapped[str] = mapped_column(primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)

@@ -296,6 +296,11 @@ class JobStore:
             oldest = self.database.now(session) - timedelta(seconds=within_s)
             return session.scalar(select(func.count()).where(WorkerRow.seen_at >= oldest)) or 0
 
+    def now(self) -> datetime:
+        """The time that every moment in the store is told by, whatever this machine's clock says."""
+        with self.database.read() as session:
+            return self.database.now(session)
+
     def ping(self) -> None:
         """Raises what the database driver raises when it does not answer."""
         with self.database.read() as session:

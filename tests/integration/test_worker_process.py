@@ -342,6 +342,23 @@ def test_a_source_that_is_not_there_fails_before_any_work(place: Place) -> None:
     assert place.runs() == []
 
 
+def test_a_token_revoked_in_mid_job_fails_it_and_a_retry_with_another_goes_on(place: Place, model: str) -> None:
+    place.hub.fault(method="POST", path_regex=".*", status=401, times=99)  # publishing alone sends any
+    place.start()
+    job = place.send(model)
+    failed = place.reach(job, JobState.FAILED)
+    assert failed.error is not None
+    assert failed.error.code == ErrorCode.TARGET_FORBIDDEN
+    assert "does not accept the token" in failed.error.message
+    assert "retried" in failed.error.remedy
+    place.hub.clear_faults()
+    place.store.retry(job.id, tenant="me", token=TOKEN)
+    assert enqueue(create_celery(place.settings), job.id)
+    done = place.reach(job, JobState.SUCCEEDED)
+    assert done.attempts == 2
+    assert place.stage_events(job, "kept") == ["pull", "calibrate", "align", "fit", "validate", "report"]
+
+
 def test_a_worker_killed_after_the_commit_publishes_once(place: Place, model: str) -> None:
     """The commit has happened and nobody has noted it: the next attempt must find it, not make another."""
     target = f"me/{model}-kvalign"

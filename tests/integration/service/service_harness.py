@@ -18,6 +18,7 @@ from kvalign.config import ConversionConfig
 from worker.store import JobStore
 
 ROOT = Path(__file__).resolve().parents[3]
+START_S = 120.0  # of an API on a machine that is busy with other tests
 ALICE, BOB, READER = "hf_alice_canary", "hf_bob_canary", "hf_reader_canary"
 
 
@@ -104,7 +105,7 @@ def start_api(folder: Path, **settings: str) -> Api:
     with log.open("ab") as output:
         process = subprocess.Popen(command("service.cli:api"), env=environment(**given), stdout=output, stderr=output)
     url = f"http://127.0.0.1:{given['KVALIGN_PORT']}"
-    wait_for(lambda: process.poll() is not None or _answers(url))
+    wait_for(lambda: process.poll() is not None or _answers(url), START_S)
     assert process.poll() is None, log.read_text()
     store = JobStore.open(f"sqlite:///{folder / 'kvalign.db'}", given["KVALIGN_SECRET_KEY"])
     return Api(url, process, store, log, given)

@@ -1,4 +1,4 @@
-"""The log of who did what, and an index by which old jobs are found."""
+"""The log of who did what, and indexes by which old jobs and their keys are found."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -24,8 +24,10 @@ def upgrade() -> None:
     op.create_index("ix_audit_tenant_id", "audit", ["tenant", "id"])
     op.create_index("ix_audit_at", "audit", ["at"])
     op.create_index("ix_jobs_ended_updated_at", "jobs", ["updated_at"], sqlite_where=_ENDED, postgresql_where=_ENDED)
+    op.create_index("ix_idempotency_keys_job_id", "idempotency_keys", ["job_id"])
 
 
 def downgrade() -> None:
+    op.drop_index("ix_idempotency_keys_job_id", "idempotency_keys")
     op.drop_index("ix_jobs_ended_updated_at", "jobs")
     op.drop_table("audit")
