@@ -140,7 +140,7 @@ def start_api(folder: Path, **settings: str) -> Api:
     with log.open("ab") as output:
         process = subprocess.Popen(command("service.cli:api"), env=environment(**given), stdout=output, stderr=output)
     url = f"http://127.0.0.1:{given['KVALIGN_PORT']}"
-    wait_for(lambda: process.poll() is not None or _answers(url))
+    wait_for(lambda: process.poll() is not None or _answers(url), 120)
     assert process.poll() is None, log.read_text()
     store = JobStore.open(f"sqlite:///{folder / 'kvalign.db'}", given["KVALIGN_SECRET_KEY"])
     return Api(url, process, store, log, given)
