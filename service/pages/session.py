@@ -6,7 +6,7 @@ and nothing else that the service encrypts can stand in for it. Its age is insid
 
 import base64
 from typing import Annotated
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import parse_qsl, quote
 
 from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -149,7 +149,7 @@ def _from_own_page(request: Request) -> bool:
         return False
     origin = request.headers.get("origin")
     if origin is not None:
-        return urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
+        return origin.partition("://")[2].lower() == request.headers.get("host", "").lower()
     return site == "same-origin"
 
 

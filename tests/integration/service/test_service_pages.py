@@ -171,6 +171,7 @@ def test_forms_of_other_sites_are_refused(service_api: Api, alice: httpx.Client)
         {},
         {"Origin": "https://evil.example"},
         {"Origin": "null"},
+        {"Origin": "http://["},
         {"Origin": own + ".evil.example"},
         {"Origin": own, "Sec-Fetch-Site": "cross-site"},
         {"Origin": own, "Sec-Fetch-Site": "same-site"},
