@@ -81,8 +81,8 @@ SECTIONS = [
     Section(
         "Aim: one of these",
         [
-            Field("codec.max_kl", "Quality", f"mean KL at most, nats a token; {_USUAL_KL:g} when both are empty"),
-            Field("codec.ratio", "Size", "ratio of coded tokens"),
+            Field("codec.max_kl", "Quality: mean KL at most", f"nats a token; {_USUAL_KL:g} when both are empty"),
+            Field("codec.ratio", "Size: ratio of coded tokens"),
         ],
     ),
     Section(

@@ -27,7 +27,7 @@ EventNumber = Annotated[int, Query(ge=0, le=2**31 - 1)]
 
 @dataclass(frozen=True)
 class StageRow:
-    """One step of the pipeline. `state` is done, waiting, or the job's own in the stage where that is."""
+    """One step of the pipeline. `state` is done, waiting, not begun, or the job's own where that is."""
 
     name: str
     state: str
@@ -105,7 +105,9 @@ def stage_rows(job: JobView) -> list[StageRow]:
 def _state_of(stage: Stage, job: JobView) -> str:
     if stage is job.stage and job.state not in {JobState.SUCCEEDED, JobState.QUEUED}:
         return job.state
-    return "done" if stage in job.stage_seconds else "waiting"
+    if stage in job.stage_seconds:
+        return "done"
+    return "waiting" if job.state.alive else "not begun"
 
 
 def _events(wiring: ServiceParts, job_id: str, tenant: str) -> list[JobEvent]:

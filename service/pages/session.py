@@ -6,7 +6,7 @@ and nothing else that the service encrypts can stand in for it. Its age is insid
 
 import base64
 from typing import Annotated
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import parse_qsl, quote
 
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -150,12 +150,12 @@ PostedForm = Annotated[dict[str, str], Depends(posted_form)]
 def _from_own_page(request: Request) -> bool:
     """Beside the cookie's SameSite, which knows sites only: the browser's word for the origin that sends."""
     site = request.headers.get("sec-fetch-site")
-    if site is not None and site != "same-origin":
+    if site not in {None, "same-origin", "none"}:  # none: the person sent it again, as by reloading
         return False
     origin = request.headers.get("origin")
     if origin is not None:
-        return urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
-    return site is not None
+        return origin.partition("://")[2].lower() == request.headers.get("host", "").lower()
+    return site == "same-origin"
 
 
 def _is_https(request: Request) -> bool:

@@ -171,10 +171,12 @@ def test_forms_of_other_sites_are_refused(service_api: Api, alice: httpx.Client)
         {},
         {"Origin": "https://evil.example"},
         {"Origin": "null"},
+        {"Origin": "http://["},
         {"Origin": own + ".evil.example"},
         {"Origin": own, "Sec-Fetch-Site": "cross-site"},
         {"Origin": own, "Sec-Fetch-Site": "same-site"},
         {"Sec-Fetch-Site": "none"},
+        {"Origin": "https://evil.example", "Sec-Fetch-Site": "none"},
         {"Origin": "https://evil.example", "Sec-Fetch-Site": "same-origin"},
     ):
         for path in (f"/jobs/{job.id}/cancel", f"/jobs/{job.id}/retry", "/submit", "/login", "/logout"):

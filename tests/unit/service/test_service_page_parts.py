@@ -160,7 +160,7 @@ def test_a_key_that_is_none_of_ours_is_replaced() -> None:
 
 def test_stages_of_a_job_that_stopped(job: Any) -> None:
     rows = {row.name: row for row in stage_rows(job_view(job))}
-    assert [rows[name].state for name in ("pull", "fit", "publish")] == ["done", "failed", "waiting"]
+    assert [rows[name].state for name in ("pull", "fit", "publish")] == ["done", "failed", "not begun"]
     assert rows["pull"].share == 1.0
 
 
