@@ -45,6 +45,7 @@ def create_celery(settings: WorkerSettings) -> Celery:
             "socket_keepalive": True,
             "max_retries": 0,  # of connecting in order to publish; the worker itself tries for ever
         },
+        worker_proc_alive_timeout=60.0,  # Celery kills a pool process that is not up in 4 s, as on a busy machine
         worker_enable_remote_control=False,
         worker_send_task_events=settings.task_events,
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 from kvalign.config import BUILTIN_DATASET, ConversionConfig, is_local_dataset
 from kvalign.errors import Canceled, DatasetInvalid, DiskFull, KvalignError, QualityGate, TimeLimit
 from worker.artifact_files import files_to_publish, report_files
-from worker.database import insist
+from worker.database import AWAY, insist
 from worker.hub import Hub, Published, SourceInfo
 from worker.jobs import JobError, JobResult, Progress, Stage
 from worker.journal import Journal
@@ -81,7 +81,9 @@ def run_attempt(lease: Lease, watch: Watch, tools: Tools) -> None:
             _record(lease, ending)
             attempt.clean_up(ending)
     except (LeaseLost, Stalled) as lost:
-        _log.warning("job %s: %s", lease.job.id, lost)
+        _log.warning("job %s is given up, for another attempt to go on with: %s", lease.job.id, lost)
+    except AWAY as error:
+        _log.warning("job %s has an end that the database did not take: %s", lease.job.id, error.orig)
     except KvalignError as reason:  # to stop waiting for the workspace, or there can be none
         _record(lease, reason)
 
@@ -120,6 +122,8 @@ class _Attempt:
             return self._stages()
         except LeaseLost:
             raise
+        except AWAY as error:  # it was waited for as long as the lease: whoever holds it next knows how the job stands
+            raise LeaseLost("The database did not answer until the lease ran out.") from error
         except Stalled as stalled:
             self._journal.log(stalled.message)
             raise

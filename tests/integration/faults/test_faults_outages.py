@@ -248,7 +248,7 @@ def test_apis_are_restarted_and_killed_while_people_go_on(topology: Topology, he
         wait_for(lambda: len(crowd.jobs) == 4)
     assert crowd.failures == []
     held.let_go()
-    follower.join(20)
+    follower.join(40)
     assert numbers == list(range(1, len(ada.events(held.job)) + 1))
     for job in crowd.jobs:
         topology.assert_published_once(topology.caller("ben").reach(job))

@@ -69,16 +69,6 @@ def test_a_stopped_child_is_ended_and_its_job_taken_over(topology: Topology) -> 
     topology.assert_published_once(done)
 
 
-def test_a_child_that_waits_in_silence_and_computes_is_left_alone(topology: Topology) -> None:
-    ada, target = topology.caller(), "ada/silent"
-    topology.mode("hold", target)  # it looks at a file twenty times a second
-    job = ada.submit(target)
-    ada.see(job, "fit")
-    time.sleep(5)
-    topology.mode("convert", target)
-    assert ada.reach(job)["attempts"] == 1
-
-
 def test_a_stopped_worker_loses_its_job_and_is_killed_where_it_holds_the_folder(topology: Topology) -> None:
     ada, target = topology.caller(), "ada/stopped-worker"
     topology.mode("hold", target)
@@ -101,7 +91,7 @@ def test_a_stopped_worker_loses_its_job_and_is_killed_where_it_holds_the_folder(
     wait_for(lambda: len(worker.pool()) == 1)
 
 
-@pytest.mark.parametrize(("mode", "code"), [("die", "internal"), ("eat", "out_of_memory"), ("fill", "disk_full")])
+@pytest.mark.parametrize(("mode", "code"), [("eat", "out_of_memory"), ("fill", "disk_full")])
 def test_a_child_that_ends_badly_fails_its_job_and_no_other(topology: Topology, mode: str, code: str) -> None:
     ada, target = topology.caller(), f"ada/child-{mode}"
     topology.mode(mode, target)
@@ -113,33 +103,6 @@ def test_a_child_that_ends_badly_fails_its_job_and_no_other(topology: Topology, 
     topology.mode("convert", target)
     ada.retry(job).raise_for_status()
     topology.assert_published_once(ada.reach(job))
-
-
-def test_a_killed_child_fails_its_job_which_can_be_retried(topology: Topology) -> None:
-    ada, target = topology.caller(), "ada/killed-child"
-    topology.mode("hold", target)
-    job = ada.submit(target)
-    ada.see(job, "fit")
-    topology.child_of(job).kill()
-    assert ada.reach(job, "failed")["error"]["code"] == "out_of_memory"
-    topology.mode("convert", target)
-    ada.retry(job).raise_for_status()
-    topology.assert_published_once(ada.reach(job))
-
-
-def test_a_worker_told_to_stop_hands_its_job_to_the_other(topology: Topology) -> None:
-    ada, target = topology.caller(), "ada/handed-on"
-    topology.mode("hold", target)
-    job = ada.submit(target)
-    ada.see(job, "fit")
-    began = time.monotonic()
-    assert topology.worker_of(job).stop() == 0
-    assert time.monotonic() - began < 15
-    ada.see(job, "fit", attempt=2)
-    topology.mode("convert", target)
-    done = ada.reach(job)
-    assert done["attempts"] == 2
-    assert ada.states(job) == ["queued", "running", "queued", "running", "succeeded"]
 
 
 def test_nothing_is_left(topology: Topology) -> None:

@@ -219,7 +219,7 @@ class Caller:
         """Of stage events with a status (started, finished, kept), in order."""
         return [event["data"]["stage"] for event in self.events(job) if event["data"].get("status") == status]
 
-    def follow(self, job: Json, patience_s: float = 60) -> Iterator[int]:
+    def follow(self, job: Json, patience_s: float = 300) -> Iterator[int]:
         """Numbers of events from their stream, reconnecting as an EventSource does, until the stream is over."""
         seen, deadline = 0, time.monotonic() + patience_s
         while time.monotonic() < deadline:

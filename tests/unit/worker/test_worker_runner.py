@@ -17,7 +17,7 @@ from kvalign.errors import Canceled, DiskFull, KvalignError, OutOfMemory, Source
 from worker.child import die_with_parent
 from worker.messages import ChildSpec, ProgressMessage, StageDoneMessage
 from worker.process import NICENESS, OOM_SCORE, Confinement, environment_for
-from worker.runner import Listener, Runner
+from worker.runner import Listener, Runner, Stalled
 
 GIB = 2**30
 RESULT = '{"kind": "result", "summary": {"ratio": 12.5, "kl_mean": 0.01, "top1": 0.97}}'
@@ -46,12 +46,14 @@ def run(tmp_path: Path, heard: Heard) -> Callable[..., object]:
         check: Callable[[], None] = lambda: None,
         memory_bytes: int = 4 * GIB,
         file_bytes: int = GIB,
+        stall_s: float = 60,
     ) -> object:
         script = tmp_path / "fake_child.py"
         script.write_text(textwrap.dedent(code))
         home = tmp_path / "home"
         home.mkdir(exist_ok=True)
-        runner = Runner([sys.executable, str(script)], Confinement(memory_bytes, file_bytes, 1), tmp_path / "cache")
+        confinement = Confinement(memory_bytes, file_bytes, 1, stall_s)
+        runner = Runner([sys.executable, str(script)], confinement, tmp_path / "cache")
         return runner.run(spec(tmp_path), home, check, heard.listener)
 
     return start
@@ -329,3 +331,22 @@ def test_runs_on_a_thread_that_outlives_the_child(run: Callable[..., object]) ->
     thread.start()
     thread.join(20)
     assert len(outcome) == 1
+
+
+@pytest.mark.parametrize(
+    "code", ["import time; time.sleep(60)", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
+)
+def test_a_child_that_stands_still_is_ended(run: Callable[..., object], code: str) -> None:
+    with pytest.raises(Stalled, match="neither computed nor said"):
+        run(code, stall_s=0.5)
+
+
+COMPUTES = "import time\nwhile time.process_time() < 2: pass\n"
+SPEAKS = "import time\nfor _ in range(6): print('still here', flush=True); time.sleep(0.5)\n"
+HAS_A_CHILD_THAT_COMPUTES = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {COMPUTES!r}])\n"
+
+
+@pytest.mark.parametrize("code", [COMPUTES, SPEAKS, HAS_A_CHILD_THAT_COMPUTES])
+def test_a_child_that_does_something_is_left_alone(run: Callable[..., object], code: str) -> None:
+    with pytest.raises(KvalignError, match="exit code 0 and no result"):
+        run(code, stall_s=1.5)

@@ -1,9 +1,12 @@
 """Workspaces on a real disk: locks, finished stages, shares of the disk."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -137,3 +140,48 @@ def test_other_folders_are_no_jobs(tmp_path: Path) -> None:
     (tmp_path / "jobs" / "lost+found").mkdir()
     with workspaces.open(JOB, nothing):
         assert workspaces.ids() == [JOB]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from worker.workspace import Workspaces
+with Workspaces(Path(sys.argv[1])).open(sys.argv[2], lambda: None):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def held_elsewhere(folder: Path) -> "subprocess.Popen[str]":
+    """Another process that works in the job's folder and does not let go."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), JOB], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    holder.stdout.close()
+    return holder
+
+
+def test_who_holds_a_folder_without_a_lease_is_killed_after_a_while(tmp_path: Path) -> None:
+    holder = held_elsewhere(tmp_path)
+    holder.send_signal(signal.SIGSTOP)
+    with Workspaces(tmp_path).open(JOB, nothing, patience_s=0.3):
+        assert holder.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("wrong", [{"place": "another machine"}, {"started": 1.0}, {"pid": -1}, {"pid": "x"}])
+def test_nobody_else_is_killed(tmp_path: Path, wrong: dict[str, object]) -> None:
+    """Not on another machine, nor a process that has the number by now."""
+    holder = held_elsewhere(tmp_path)
+    lock = tmp_path / "jobs" / JOB / ".lock"
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), **wrong}))
+    waited_until = time.monotonic() + 1.0
+
+    def give_up() -> None:
+        if time.monotonic() > waited_until:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError), Workspaces(tmp_path).open(JOB, give_up, patience_s=0.1):
+        pass
+    assert holder.poll() is None
+    holder.kill()
+    holder.wait()
