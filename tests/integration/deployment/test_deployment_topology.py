@@ -37,7 +37,7 @@ CONFINED = """
 mount --bind "$1" "$1"; mount -t tmpfs tmpfs /dev/shm; mount -o remount,bind,ro /
 shift; exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
 """
-_IS_UP_S = 120.0
+_IS_UP_S = 240.0
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = _IS_UP_S) -> Any:

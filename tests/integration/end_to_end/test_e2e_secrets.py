@@ -83,6 +83,7 @@ def test_a_token_is_nowhere_to_be_found(services: Services, eve: str) -> None:
     job = person.submit(conversion("ada/gpt2", "eve/secret", calibration=LONG), **asked)
     person.see(job, "calibrate", unit="sequences", done=10)
     [child] = worker.converting()
+    assert "Seccomp:\t2\n" in Path(f"/proc/{child.pid}/status").read_text()  # it can open no socket
     environment = child.environ()
     assert not [name for name in environment if name.startswith("KVALIGN") or "TOKEN" in name.replace("TOKENIZERS", "")]
     assert any(CHILD in what.decode(errors="replace") for _, what in processes())
