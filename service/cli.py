@@ -3,6 +3,7 @@
 Exit status: 0 stopped when asked, 1 a part failed, 2 wrong usage or settings.
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import NoReturn
 import click
 
 from kvalign.errors import ConfigInvalid, KvalignError
+from worker.tracing import configure_tracing, hand_over
 
 
 @click.command()
@@ -55,7 +57,6 @@ def api(host: str | None, port: int | None) -> None:
     from service.app import create_app
     from service.logs import configure_logging
     from service.settings import ServiceSettings
-    from worker.tracing import configure_tracing
 
     configure_logging()
     given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
@@ -70,7 +71,7 @@ def api(host: str | None, port: int | None) -> None:
         click.echo("Check KVALIGN_DATABASE_URL.", err=True)
         sys.exit(1)
     # uvicorn raises the signal that stopped it once more, when all is closed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, _end)
     uvicorn.run(
         app,
         host=settings.host,
@@ -80,6 +81,12 @@ def api(host: str | None, port: int | None) -> None:
         server_header=False,
         timeout_graceful_shutdown=5,
     )
+
+
+def _end(*_: object) -> NoReturn:
+    """Leave at once: all is closed, and taking the interpreter apart keeps a restart waiting."""
+    hand_over()
+    os._exit(0)
 
 
 def _announce(url: str) -> None:

@@ -70,7 +70,7 @@ def attempt_span(job: Job) -> Iterator[None]:
         ):
             yield
     finally:
-        _hand_over()
+        hand_over()
 
 
 @contextmanager
@@ -107,8 +107,8 @@ def _tracer() -> trace.Tracer:
     return trace.get_tracer("kvalign")
 
 
-def _hand_over() -> None:
-    """Send what waits now: a pool process ends with its task, and without a last word."""
+def hand_over() -> None:
+    """Send what waits now, for a process that ends without a last word."""
     flush = getattr(trace.get_tracer_provider(), "force_flush", None)
     if flush is not None:
         flush()

