@@ -53,11 +53,11 @@ class Sender(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping.is_set():
-            self._look.clear()
             for taken in self._take():
                 # Not a pool's threads, which an ending process would wait for.
                 threading.Thread(target=self._deliver, args=[taken], name="webhook", daemon=True).start()
             self._look.wait(self._poll_s)
+            self._look.clear()
 
     def stop(self, wait_s: float = 5.0) -> None:
         """Begin no more. What is being sent has wait_s to end; what is cut off is sent again, by another sender."""

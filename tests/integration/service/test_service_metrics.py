@@ -139,7 +139,7 @@ def test_metrics_answer_as_other_routes_do(two_apis: tuple[Api, Api]) -> None:
         assert answer.headers["x-request-id"] == "mine-2"
         assert answer.headers["cache-control"] == "no-store"
         assert "default-src 'none'" in answer.headers["content-security-policy"]
-        assert client.post("/metrics").headers["allow"] == "GET"
+        assert client.post("/metrics").headers["allow"] == "GET, HEAD, OPTIONS"
         document = client.get("/openapi.json").json()
     assert "text/plain" in document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
     assert {"HTTPBearer", "MetricsToken"} <= set(document["components"]["securitySchemes"])
