@@ -50,7 +50,9 @@ class Journal:
 
     def stage_finished(self, stage: Stage, seconds: float) -> None:
         self.flush()
+        self._stage = None
         insist(lambda: self._lease.stage_finished(stage, seconds), self._lease.lease_s)
+        _log.info("stage finished", extra={"stage": stage.value, "duration_ms": round(1000 * seconds)})
 
     def stage_kept(self, stage: Stage) -> None:
         """An earlier attempt has finished the stage."""

@@ -64,7 +64,7 @@ class JsonLines(logging.Formatter):
             "message": redact(record.getMessage()),
         }
         line.update(_bound.get())
-        line.update({name: getattr(record, name) for name in _FIELDS if hasattr(record, name)})
+        line.update({name: value for name in _FIELDS if (value := getattr(record, name, None)) is not None})
         if record.exc_info:
             line["error"] = redact(self.formatException(record.exc_info))
         return json.dumps(line, default=str)

@@ -356,7 +356,7 @@ def running_services(folder: Path, hub: DevHub) -> Iterator[Services]:
         stack.enter_context(running(api, folder / "api.log", clean_environment(**settings)))
         stack.callback(services.close)
         services.start_worker()
-        wait_for(lambda: _is_ready(services.url))
+        wait_for(lambda: _is_ready(services.url), 180)
         yield services
 
 
