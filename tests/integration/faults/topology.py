@@ -142,7 +142,10 @@ class Caller:
         self._urls = itertools.cycle(urls)
         self._tries = 2 * len(urls)
         self.http = httpx.Client(
-            headers={"Authorization": f"Bearer {token}"}, timeout=40, trust_env=False, follow_redirects=False
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=40,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0),  # of an API that was killed they would stay unclosed
         )
         self.passed_over: list[str] = []
 
@@ -231,8 +234,9 @@ class Caller:
                         return
                     source.response.raise_for_status()
                     for event in source.iter_sse():
-                        seen = int(event.id)
-                        yield seen
+                        if event.data:  # a comment that keeps the line open comes as an event without data
+                            seen = int(event.id)
+                            yield seen
             except (httpx.TransportError, httpx.HTTPStatusError) as error:
                 self.passed_over.append(f"stream: {type(error).__name__}")
                 time.sleep(0.1)
