@@ -40,6 +40,8 @@ SOURCE = "ada/tiny"
 LEASE_S = 3.0
 FINAL = {"succeeded", "failed", "canceled"}
 CHILDREN = ("fake_child.py", "worker.child")
+# What conversions compile is the same for all topologies; a minute for each of them otherwise.
+COMPILED = ROOT / ".cache" / "compiled"
 ANSWERS_OF_A_BALANCER = {502, 503, 504}
 
 Json = dict[str, Any]
@@ -363,6 +365,10 @@ def running_topology(
     with contextlib.ExitStack() as stack:
         (folder / "control").mkdir(parents=True)
         (folder / "redis").mkdir()
+        if child == "real":
+            (folder / "data").mkdir()
+            COMPILED.mkdir(parents=True, exist_ok=True)
+            (folder / "data" / "cache").symlink_to(COMPILED)
         hub = stack.enter_context(running_devhub(folder / "hub", "--faults"))
         tokens = {name: f"hf_{secrets.token_hex(17)}" for name in ("ada", "ben")}
         for name, token in tokens.items():
