@@ -37,6 +37,7 @@ from kvalign.evaluate.recall import RecallResult, measure_recall
 from kvalign.evaluate.resident import ResidentResult, measure_resident
 from kvalign.evaluate.search import Measurement, Target, measure, search_step
 from kvalign.evaluate.validation import Validation
+from kvalign.overlap import refuse_overlap
 from kvalign.recompute import default_count, works
 from kvalign.report import card
 from kvalign.report.build import build_report, to_json
@@ -57,7 +58,6 @@ from kvalign.text import (
     fingerprint,
     kept_aside,
     read_documents,
-    refuse_overlap,
     token_sequences,
 )
 from kvalign.token_steps import FINEST_SHIFT, SIXTEENTHS_A_SHIFT
