@@ -36,7 +36,8 @@ from kvalign.evaluate.baselines import Baseline, Fp8, Kivi, fit_kvtc
 from kvalign.evaluate.coders import round_trip
 from kvalign.evaluate.comparison import KIVI_BITS, KVTC_VALUE_WEIGHTS
 from kvalign.evaluate.protocol import FLOOR_LIMIT, PreparedWindow, try_coder
-from kvalign.text import Document, Window, fingerprint, read_documents, refuse_overlap
+from kvalign.overlap import refuse_overlap
+from kvalign.text import Document, Window, fingerprint, read_documents
 
 # Coded-token ratios aimed at; what is reported is what the bytes give.
 OUR_RATIOS = (4.0, 10.0, 24.0, 45.0, 80.0, 140.0, 250.0, 450.0, 800.0)

@@ -1,6 +1,7 @@
 """The command `kvalign`: parses, calls, prints. Other rooms bring their commands by entry point."""
 
 import json
+import re
 import sys
 import tomllib
 from dataclasses import asdict
@@ -16,7 +17,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from kvalign.config import ConversionConfig
-from kvalign.errors import ArtifactInvalid, KvalignError
+from kvalign.errors import KvalignError
+from kvalign.printable import printable
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -46,9 +48,9 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KvalignError as error:
-            click.echo(f"Error ({error.code}): {error.message}", err=True)
+            click.echo(printable(f"Error ({error.code}): {error.message}"), err=True)
             if error.remedy:
-                click.echo(error.remedy, err=True)
+                click.echo(printable(error.remedy), err=True)
             ctx.exit(EXIT_USAGE if error.code == "config_invalid" else EXIT_FAILED)
 
 
@@ -75,6 +77,7 @@ def convert(source: str, out: Path, config_file: Path | None, as_json: bool, **o
     """Convert a model folder or Hub repo SOURCE into a codec folder."""
     from kvalign.convert import convert as run_conversion
     from kvalign.load import fetch
+    from kvalign.report.card import missed_aim
 
     config = _conversion_config(source, config_file, options)
     folder = fetch(source, revision=None if Path(source).is_dir() else options["revision"])
@@ -96,9 +99,10 @@ def convert(source: str, out: Path, config_file: Path | None, as_json: bool, **o
     else:
         summary = result.report["summary"]
         click.echo(
-            f"{out}: ratio of coded tokens {summary['ratio']:.2f}, mean KL {summary['kl_mean']:.4f} nats,"
+            f"{out}: ratio of coded tokens {summary['ratio']:.2f}, mean KL {summary['kl_mean']:.3g} nats,"
             f" top-1 agreement {100 * summary['top1']:.1f} %, codec {summary['artifact_bytes']:,} bytes"
         )
+        click.echo(missed_aim(result.report), nl=False)
 
 
 @main.command()
@@ -106,18 +110,20 @@ def convert(source: str, out: Path, config_file: Path | None, as_json: bool, **o
 @click.option("--revision", help="Branch, tag or commit of a Hub repo.")
 @click.option("--json", "as_json", is_flag=True, help="Print report.json.")
 def inspect(repo_or_folder: str, revision: str | None, as_json: bool) -> None:
-    """Show the report card of a converted model."""
-    from kvalign.load import describe
+    """Show the report card of a converted model, also of one that failed its gate.
 
-    config, folder = describe(repo_or_folder, revision=revision)
+    The card is rendered from report.json; whether README.md says the same is verify's business.
+    """
+    from kvalign.load import fetch
+    from kvalign.report import card
+    from kvalign.report.read import read_report
+
+    report = read_report(fetch(repo_or_folder, revision=revision, weights=False))
     if as_json:
-        report = folder / "report.json"
-        click.echo(report.read_text(encoding="utf-8") if report.is_file() else json.dumps(config, indent=2))
+        click.echo(json.dumps(report, indent=2, allow_nan=False))
         return
-    card = folder / "README.md"
-    if not card.is_file():
-        raise ArtifactInvalid(f"{folder.name} holds no README.md.", "Add --json to see its settings.")
-    Console().print(Markdown(card.read_text(encoding="utf-8").split("\n---\n", 1)[-1]))
+    text = card.render(report).split("\n---\n", 1)[-1]
+    Console().print(Markdown(printable(text, keep="\n"), hyperlinks=False))
 
 
 @main.command()
@@ -135,17 +141,20 @@ def verify(repo_or_folder: str, base: str | None, text: Path | None, revision: s
             click.echo(f"{what} ...", err=True)
 
     claims = run_verification(repo_or_folder, base=base, text=text, revision=revision, on_progress=tell)
+    skipped = [claim for claim in claims if claim.skipped]
     failed = [claim for claim in claims if not claim.holds]
     if as_json:
         rows = [{**asdict(claim), "holds": claim.holds} for claim in claims]
-        click.echo(json.dumps({"holds": not failed, "claims": rows}))
+        click.echo(json.dumps({"holds": not failed, "claims": rows}, allow_nan=False))
     else:
         table = Table("claim", "claimed", "measured", "tolerance", "")
         for claim in claims:
-            cells = [_short(value) for value in (claim.claimed, claim.measured, claim.tolerance)]
-            table.add_row(claim.name, *cells, "holds" if claim.holds else "DOES NOT HOLD")
+            cells = (claim.name, *(_short(value) for value in (claim.claimed, claim.measured, claim.tolerance)))
+            said = "not measured" if claim.skipped else "holds" if claim.holds else "DOES NOT HOLD"
+            table.add_row(*(escape(printable(cell)) for cell in cells), said)
         Console(width=None if sys.stdout.isatty() else 160).print(table)
-        click.echo(f"{len(claims) - len(failed)} of {len(claims)} claims hold")
+        asked = len(claims) - len(skipped)
+        click.echo(f"{asked - len(failed)} of {asked} claims hold, {len(skipped)} are not measured again")
     if failed:
         sys.exit(EXIT_FAILED)
 
@@ -157,17 +166,20 @@ def compare(repos_or_folders: tuple[str, ...], as_json: bool) -> None:
     """Show the reports of several converted models side by side; give two at least."""
     from kvalign.load import fetch
     from kvalign.report.compare import compare as side_by_side
-    from kvalign.verify import read_report
+    from kvalign.report.read import read_report
 
     if len(set(repos_or_folders)) < 2:
         raise click.UsageError("name two different converted models at least.")
     found = side_by_side({name: read_report(fetch(name, weights=False)) for name in repos_or_folders})
     if as_json:
-        click.echo(json.dumps({"models": found.names, "rows": dict(found.rows), "warnings": found.warnings}))
+        click.echo(
+            json.dumps({"models": found.names, "rows": dict(found.rows), "warnings": found.warnings}, allow_nan=False)
+        )
         return
-    table = Table("", *(escape(name) for name in found.names))
+    table = Table("", *(escape(printable(name)) for name in found.names))
     for name, values in found.rows:
-        table.add_row(name, *(escape(_short(value, none="not measured")) for value in values))
+        shown = (name, *(_short(value, none="not measured") for value in values))
+        table.add_row(*(escape(printable(cell)) for cell in shown))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     for warning in found.warnings:
         click.echo(f"Note: {warning}")
@@ -224,7 +236,7 @@ def generate(
 def _conversion_config(source: str, config_file: Path | None, options: dict[str, Any]) -> ConversionConfig:
     """Settings of the file, overridden by flags; names stand in where a local folder has none."""
     data = _read_settings(config_file) if config_file else {}
-    name = Path(source).resolve().name if Path(source).is_dir() else source
+    name = name_of_folder(Path(source)) if Path(source).is_dir() else source
     data.setdefault("source", {"repo": name, "revision": options["revision"]})
     data.setdefault("target", {"repo": f"{name.split('/')[-1]}-kvalign", "layout": "codec"})
     for section, key, value in (
@@ -239,6 +251,16 @@ def _conversion_config(source: str, config_file: Path | None, options: dict[str,
         if value is not None and isinstance(known, dict):
             data[section] = {**known, key: value}
     return ConversionConfig.parse(data)
+
+
+def name_of_folder(folder: Path) -> str:
+    """What a local folder is called, in letters that a repo may have.
+
+    >>> name_of_folder(Path("/models/My model (v2)"))
+    'My-model-v2'
+    """
+    plain = re.sub(r"[^A-Za-z0-9_.]+|\.{2,}", "-", folder.resolve().name.removesuffix(".git"))
+    return plain.strip("-.")[:80].strip("-.") or "model"
 
 
 def _name_of(path: Path | None) -> str | None:

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from kvalign.errors import ConfigInvalid
 
 BUILTIN_DATASET = "builtin"
+# About what the coarsest step that is searched gives (kvalign.convert).
+LARGEST_RATIO = 256.0
 
 # Owner and name begin and end with a letter, a digit or '_', as the Hub's client demands.
 _NAME = r"\w(?:[\w\-.]{0,94}\w)?"
@@ -104,7 +106,7 @@ class CodecOptions(_Section):
     model_config = ConfigDict(json_schema_extra=_ONE_TARGET_SCHEMA)
 
     max_kl: float | None = Field(default=None, gt=0, le=10)
-    ratio: float | None = Field(default=None, gt=1, le=1000)
+    ratio: float | None = Field(default=None, gt=1)
     sink_tokens: int = Field(default=4, ge=0, le=64)
     recent_tokens: int = Field(default=64, ge=0, le=4096)
     # None: one layer in ten, where the model can run its first layers alone.
@@ -113,6 +115,16 @@ class CodecOptions(_Section):
     layer_group_size: int | None = Field(default=None, ge=1, le=1024)
     # Bits for each number of a token in the resident cache, scales included.
     resident_bits: float = Field(default=4.0, ge=2.0, le=8.0)
+
+    @field_validator("ratio")
+    @classmethod
+    def _within_reach(cls, ratio: float | None) -> float | None:
+        if ratio is not None and ratio > LARGEST_RATIO:
+            raise ValueError(
+                f"{ratio:g} is beyond the {LARGEST_RATIO:g} that is searched up to; ask for less, or for a quality by"
+                " 'max_kl'"
+            )
+        return ratio
 
     @model_validator(mode="before")
     @classmethod

@@ -37,11 +37,13 @@ from kvalign.evaluate.recall import RecallResult, measure_recall
 from kvalign.evaluate.resident import ResidentResult, measure_resident
 from kvalign.evaluate.search import Measurement, Target, measure, search_step
 from kvalign.evaluate.validation import Validation
+from kvalign.overlap import refuse_overlap
 from kvalign.recompute import default_count, works
 from kvalign.report import card
-from kvalign.report.build import build_report, to_json
+from kvalign.report.build import build_report, shown_name, to_json
 from kvalign.report.draw import FOLDER as FIGURES
 from kvalign.report.draw import draw
+from kvalign.report.facts import MOST_LISTED_DOCUMENTS
 from kvalign.report.figures import Drawn
 from kvalign.report.findings import PARTS, Findings, examine
 from kvalign.resident.cache import coded_layers
@@ -57,19 +59,15 @@ from kvalign.text import (
     fingerprint,
     kept_aside,
     read_documents,
-    refuse_overlap,
     token_sequences,
 )
 from kvalign.token_steps import FINEST_SHIFT, SIXTEENTHS_A_SHIFT
 from kvalign.weight_index import write_weight_index
 from kvalign.windows import WINDOW_TOKENS, check_room, prefix_tokens
 
-STAGES = ("calibrate", "align", "fit", "validate", "report")
-
 _STATISTICS_NAME = "statistics.safetensors"
 _DRAWN_NAME = "drawn.json"
 _BASES_NAME = "bases.safetensors"
-_MAX_LISTED_DOCUMENTS = 1000
 _ROUGH_WINDOWS = 4
 _START_RATIO = 20.0
 # Measured on SmolLM2 (docs/log.md): 0.25 to 0.4 give the same ratio at equal KL, larger loses again.
@@ -457,9 +455,9 @@ class _Conversion:
         documents = self._calibration_documents
         return {
             "calibration": {
-                "dataset": calibration.dataset,
+                "dataset": shown_name(calibration.dataset),
                 "domains": sorted({document.domain for document in documents}),
-                "documents": sorted(document.sha256 for document in documents)[:_MAX_LISTED_DOCUMENTS],
+                "documents": sorted(document.sha256 for document in documents)[:MOST_LISTED_DOCUMENTS],
                 "fingerprint": fingerprint(documents),
                 "sequences": len(self._sequences),
                 "sequence_length": self._sequences[0].numel(),

@@ -109,7 +109,12 @@ def model_folder(
         return fetch(base, token=token, endpoint=endpoint)
     if all((folder / name).is_file() for name in artifact.base.weights):
         return folder
-    return fetch(artifact.base.repo, revision=artifact.base.commit or None, token=token, endpoint=endpoint)
+    if not artifact.base.commit:
+        raise SourceNotFound(
+            f"{artifact.base.repo} was converted from a folder that is not beside the codec.",
+            "Name that folder with base (--base).",
+        )
+    return fetch(artifact.base.repo, revision=artifact.base.commit, token=token, endpoint=endpoint)
 
 
 def describe(repo_or_folder: str | Path, **where: Any) -> tuple[dict[str, Any], Path]:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _FINISHED = "finished.json"
 # Raised when what a stage leaves changes its form: folders of another form are not read.
-_FORM = 3
+_FORM = 4
 
 
 @dataclass(frozen=True)

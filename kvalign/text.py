@@ -4,7 +4,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,11 @@ from torch import Tensor
 
 from kvalign.builtin_text import Part, builtin_files
 from kvalign.errors import DatasetInvalid
+from kvalign.printable import printable
 
 _SEPARATOR = "\n=====\n"
 _TEXT_COLUMNS = ("text", "content", "document")
 _MAX_DATASET_BYTES = 2 * 1024**3
-# A shorter document may well be a phrase of another without being copied.
-_TELLING_CHARACTERS = 200
-_MOST_COMPARED = 10**10  # characters
 _KEPT_ASIDE = 8
 
 
@@ -77,7 +75,7 @@ def read_documents(path: Path) -> list[Document]:
             raise DatasetInvalid(
                 f"{file.name} cannot be read: {str(error)[:200]}", "Give UTF-8 text, JSON lines or Parquet."
             ) from error
-    return [document for document in documents if document.text.strip()]
+    return [replace(found, domain=printable(found.domain)) for found in documents if found.text.strip()]
 
 
 def token_sequences(documents: list[Document], tokenizer: Any, *, tokens: int, length: int, seed: int) -> list[Tensor]:
@@ -138,27 +136,6 @@ def evaluation_windows(
     return found
 
 
-def refuse_overlap(calibration: Sequence[Document], validation: Sequence[Document]) -> None:
-    """Raise DatasetInvalid naming the document when one to validate on was calibrated on, whole or as a part of one.
-
-    Documents are compared by their words, so that neither spaces nor cases hide one; parts are looked for where
-    comparing all with all takes seconds.
-    """
-    calibrated = {_words(document.text): document for document in calibration}
-    small = sum(map(len, calibrated)) * len(validation) <= _MOST_COMPARED
-    for document in validation:
-        words = _words(document.text)
-        twin = calibrated.get(words)
-        if twin is None and small and len(words) >= _TELLING_CHARACTERS:
-            twin = next((other for text, other in calibrated.items() if words in text), None)
-        if twin is not None:
-            raise DatasetInvalid(
-                f"A document of '{document.domain}' is in the calibration text too, in '{twin.domain}':"
-                f" {document.text.strip()[:80]!r}.",
-                "Validate on text that was not calibrated on.",
-            )
-
-
 def fingerprint(documents: Iterable[Document]) -> str:
     """One SHA-256 over the documents' own, in any order."""
     return hashlib.sha256("".join(sorted(document.sha256 for document in documents)).encode()).hexdigest()
@@ -202,10 +179,6 @@ def _text_of(row: Any) -> str:
             if isinstance(row.get(column), str):
                 return str(row[column])
     raise ValueError(f"a row has no text column ({', '.join(_TEXT_COLUMNS)})")
-
-
-def _words(text: str) -> str:
-    return " ".join(text.lower().split())
 
 
 def _by_domain(documents: list[Document]) -> dict[str, list[Document]]:

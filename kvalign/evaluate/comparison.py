@@ -46,6 +46,21 @@ class BaselineResult:
         return cls(**{**data, "summary": Summary(**data["summary"])})
 
 
+def settings_of(*, kvtc: bool, ratio: float) -> list[tuple[str, str]]:
+    """Names and settings of what measure_baselines measures, in its order, without the weight that KVTC is given."""
+    found = [("fp8", "E4M3"), *(("KIVI-style", f"{bits} bit") for bits in KIVI_BITS)]
+    return found + ([("KVTC", _kvtc_setting(wanted)) for wanted in _kvtc_ratios(ratio)] if kvtc else [])
+
+
+def _kvtc_ratios(ratio: float) -> list[float]:
+    """Nominal ones: as published, and what comes out near ours."""
+    return sorted({PUBLISHED_KVTC_RATIO, ratio / _DEFLATE_GAIN})
+
+
+def _kvtc_setting(wanted: float) -> str:
+    return f"{wanted:.4g} times nominally"
+
+
 @torch.no_grad()
 def measure_baselines(
     model: Any,
@@ -91,8 +106,8 @@ def measure_baselines(
             for weight in KVTC_VALUE_WEIGHTS
         }
         weight = min(first, key=lambda weight: first[weight])
-        for wanted in sorted({PUBLISHED_KVTC_RATIO, ratio / _DEFLATE_GAIN}):
-            setting = f"{wanted:.4g} times nominally, values x {weight:g}"
+        for wanted in _kvtc_ratios(ratio):
+            setting = f"{_kvtc_setting(wanted)}, values x {weight:g}"
             found.append(measured("KVTC", setting, kvtc.at(wanted, weight), prepared))
     return found
 

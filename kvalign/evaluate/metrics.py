@@ -48,11 +48,11 @@ def _divergence(reference: Tensor, measured: Tensor, targets: Tensor) -> Diverge
 
 @dataclass(frozen=True)
 class Summary:
-    """Over all scored tokens of all windows; the interval is a 95 % bootstrap over windows."""
+    """Over all scored tokens of all windows; the interval is a 95 % bootstrap over windows, None where there is one."""
 
     kl_mean: float
-    kl_low: float
-    kl_high: float
+    kl_low: float | None
+    kl_high: float | None
     kl_p99: float
     kl_max: float
     total_variation: float
@@ -99,7 +99,9 @@ def summarise(windows: Sequence[Divergence], seed: int = 0) -> Summary:
     )
 
 
-def _bootstrap(means: Tensor, seed: int) -> tuple[float, float]:
+def _bootstrap(means: Tensor, seed: int) -> tuple[float, float] | tuple[None, None]:
+    if means.numel() < 2:  # one window says nothing of how windows differ
+        return None, None
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(means.numel(), (_BOOTSTRAP_ROUNDS, means.numel()), generator=generator)
     resampled = means[draws].mean(1)

@@ -1,7 +1,8 @@
 """Protocol C: teacher forcing through a compressed cache from the first token on, in chunks, then one by one.
 
-A chunk's own tokens are exact while it is read; every later token sees what the cache kept of them. Tokens of the first
-chunk are not scored: nothing was compressed before them. Knows any cache of transformers, not only ours.
+A chunk's own tokens are exact while it is read; every later token sees what the cache kept of them. Scores begin with
+the first chunk that finds a page of codes: nothing was compressed before it. Knows any cache of transformers, not only
+ours.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from kvalign.kernels import reference
 from kvalign.resident.attention import Mask, attend
 from kvalign.resident.cache import ResidentCache
 from kvalign.resident.interface import fused_attention
+from kvalign.resident.layout import PAGE_TOKENS
 from kvalign.resident.plan import ResidentPlan
 from kvalign.text import Window
 
@@ -67,11 +69,30 @@ class ResidentResult:
 @torch.no_grad()
 def forced_logits(model: Any, cache: Cache, tokens: Tensor) -> Tensor:
     """Logits at each token but the last, [T - 1, vocab]; tokens [T] int64, read in chunks and then one by one."""
-    last = tokens.numel() - 1
-    singles = max(0, last - SINGLE_TOKENS)
-    bounds = [*range(0, singles, CHUNK_TOKENS), *range(singles, last + 1)]
+    bounds = _bounds(tokens.numel())
     parts = [run(model, tokens[None, start:end].to(model.device), cache)[0][0] for start, end in pairwise(bounds)]
     return torch.cat(parts)
+
+
+def _bounds(tokens: int) -> list[int]:
+    """Where each chunk begins, and where the last one ends."""
+    last = tokens - 1
+    singles = max(0, last - SINGLE_TOKENS)
+    return [*range(0, singles, CHUNK_TOKENS), *range(singles, last + 1)]
+
+
+def first_scored(tokens: int, recent_tokens: int) -> int:
+    """Position of the first token that sees a page of codes; behind the first chunk where none does.
+
+    >>> first_scored(1024, 64)
+    256
+    """
+    last, needed = tokens - 1, PAGE_TOKENS + recent_tokens
+    singles = max(0, last - SINGLE_TOKENS)
+    chunk = -(-needed // CHUNK_TOKENS) * CHUNK_TOKENS
+    if chunk < singles:
+        return chunk
+    return max(needed, singles) if needed < last else min(CHUNK_TOKENS, tokens - 2)
 
 
 def measure_resident(
@@ -90,7 +111,7 @@ def measure_resident(
     values = 0
     for window in windows:
         tokens = torch.cat([window.prefix, window.continuation])
-        first = min(CHUNK_TOKENS, tokens.numel() - 2)
+        first = first_scored(tokens.numel(), plan.recent_tokens)
         scored = slice(first, None)
         targets = tokens[1:][scored]
         plain = forced_logits(model, DynamicCache(), tokens)[scored]

@@ -103,7 +103,9 @@ def search_step(
         raise ConfigInvalid(
             f"{target.describe()} cannot be reached on this model: the nearest of {len(tried)} steps tried gives"
             f" ratio {nearest.ratio():.2f} at KL {nearest.summary().kl_mean:.4g}.",
-            "Ask for a larger max_kl or a smaller ratio, or calibrate on more text.",
+            "Ask for a larger max_kl, or calibrate on more text."
+            if target.ratio is None
+            else f"Ask for a ratio of at most {max(found.ratio() for found in tried.values()):.0f}, or for a max_kl.",
         )
     return [tried[best], *(found for step, found in tried.items() if step != best)]
 

@@ -1,12 +1,16 @@
 """README.md of a converted model, rendered from report.json alone. Escapes whatever came from the source repo."""
 
-import math
 import re
+from decimal import Decimal
 from typing import Any
 
 import yaml
 
-_SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|<>~$&])")
+from kvalign.printable import printable
+from kvalign.report.structure import counted
+
+# What Markdown or HTML could act on, and what is made a link of without being marked as one.
+_SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|<>~$&@]|:(?=//)|(?<=[wW])\.)")
 
 
 def render(report: dict[str, Any]) -> str:
@@ -31,16 +35,28 @@ def render(report: dict[str, Any]) -> str:
 
 def front_matter(report: dict[str, Any]) -> dict[str, Any]:
     """Hub metadata: licence and gate text carried from the source, results in model-index."""
-    layout = report["target"]["layout"]
+    relation = "quantized" if report["target"]["layout"] == "full" else "adapter"
+    base = {"base_model": report["source"]["repo"], "base_model_relation": relation} if _on_hub(report) else {}
     return {
         **report["source"]["carried"],
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "base_model": report["source"]["repo"],
-        "base_model_relation": "quantized" if layout == "full" else "adapter",
+        **base,
         "tags": ["kvalign", "kv-cache-compression"],
         "model-index": [{"name": report["target"]["repo"].split("/")[-1], "results": _results(report)}],
     }
+
+
+_METRICS = (
+    ("kl_nats_mean", "Mean KL (nats)", "kl_mean", 4),
+    ("top1_agreement", "Top-1 agreement", "top1", 4),
+    ("coded_ratio", "Ratio of coded tokens", "ratio", 4),
+)
+
+
+def _on_hub(report: dict[str, Any]) -> bool:
+    """Whether the base is a repo at a commit, not a folder on somebody's machine."""
+    return bool(report["source"]["commit"])
 
 
 def _results(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -49,9 +65,9 @@ def _results(report: dict[str, Any]) -> list[dict[str, Any]]:
             "task": {"type": "text-generation", "name": "KV cache compression"},
             "dataset": {"name": f"kvalign held-out text: {name}", "type": report["validation"]["dataset"]},
             "metrics": [
-                {"type": "kl_nats_mean", "name": "Mean KL (nats)", "value": round(found["kl_mean"], 6)},
-                {"type": "top1_agreement", "name": "Top-1 agreement", "value": round(found["top1"], 4)},
-                {"type": "coded_ratio", "name": "Ratio of coded tokens", "value": round(found["ratio"], 2)},
+                {"type": kind, "name": title, "value": float(f"{found[key]:.{digits}g}")}
+                for kind, title, key, digits in _METRICS
+                if found[key] is not None
             ],
         }
         for name, found in report["quality"]["domains"].items()
@@ -62,14 +78,37 @@ def _head(report: dict[str, Any]) -> str:
     summary, sizes, source = report["summary"], report["sizes"], report["source"]
     at_8k = sizes["cache_ratio_by_tokens"]["8192"]
     verdict = "" if report["gate"]["passed"] else _failed(report)
-    commit = f" at commit `{source['commit'][:12]}`" if source["commit"] else ""
+    base = (
+        f"[{escape(source['repo'])}](https://huggingface.co/{source['repo']}) at commit `{source['commit'][:12]}`"
+        if _on_hub(report)
+        else f"The model of a local folder, {escape(source['repo'])}"
+    )
     return f"""# {escape(report["target"]["repo"].split("/")[-1])}
 
-{verdict}[{escape(source["repo"])}](https://huggingface.co/{source["repo"]}){commit}, with a
+{verdict}{base}, with a
 codec that stores its KV cache **{summary["ratio"]:.1f} times smaller** than bfloat16 (coded tokens;
-{at_8k:.1f} times for a whole cache of 8,192 tokens) at a mean KL of **{summary["kl_mean"]:.4f} nats** a token and
+{at_8k:.1f} times for a whole cache of 8,192 tokens) at a mean KL of **{_kl(summary["kl_mean"])} nats** a token and
 **{100 * summary["top1"]:.1f} %** top-1 agreement with the uncompressed cache, on held-out text.
-"""
+{missed_aim(report)}"""
+
+
+def missed_aim(report: dict[str, Any]) -> str:
+    """A line where what was asked for lies beyond the steps that are searched; empty where it was met closely."""
+    aim, overall = report["codec"]["target"], report["quality"]["overall"]
+    if aim["ratio"] is not None and overall["ratio"] > _FAR_OFF * aim["ratio"]:
+        return (
+            f"Asked for was a ratio of {aim['ratio']:g}; the finest step that is searched already gives"
+            f" {overall['ratio']:.2f}.\n"
+        )
+    if aim["max_kl"] is not None and (overall["kl_mean"] or aim["max_kl"]) * _FAR_OFF < aim["max_kl"]:
+        return (
+            f"Asked for was a mean KL of at most {aim['max_kl']:g}; the coarsest step that is searched stays at"
+            f" {_kl(overall['kl_mean'])}.\n"
+        )
+    return ""
+
+
+_FAR_OFF = 1.25
 
 
 def _failed(report: dict[str, Any]) -> str:
@@ -100,11 +139,11 @@ def _quality(report: dict[str, Any]) -> str:
     table = "\n".join(_quality_row(name, found) for name, found in rows)
     points = "\n".join(
         f"| {point['step']}{' (recommended)' if point['step'] == report['codec']['recommended_step'] else ''}"
-        f" | {point['ratio']:.2f} | {point['kl_mean']:.4f} | {point['kl_p99']:.3f} | {100 * point['top1']:.1f} % |"
+        f" | {point['ratio']:.2f} | {_kl(point['kl_mean'])} | {_kl(point['kl_p99'])} | {100 * point['top1']:.1f} % |"
         for point in report["operating_points"]
     )
     worst = ", ".join(
-        f"{escape(window['domain'])} {_number(window['kl_mean'], '.4f')} (largest {_number(window['kl_max'], '.2f')})"
+        f"{escape(window['domain'])} {_kl(window['kl_mean'])} (largest {_kl(window['kl_max'])})"
         for window in quality["worst_windows"]
     )
     codec = report["codec"]
@@ -115,7 +154,7 @@ def _quality(report: dict[str, Any]) -> str:
 Protocol R: {quality["prefix_tokens"]} tokens are read by the uncompressed model, their cache is stored as bytes{what}
 and read back, and the next {quality["continuation_tokens"]} tokens are scored on what came back. The first
 {codec["sink_tokens"]} and the last {codec["recent_tokens"]} tokens of the prefix stay in 16 bit. The uncompressed
-model against itself by the same route: KL {report["summary"]["floor_kl"]:.1g} nats.
+model against itself by the same route: KL {_kl(report["summary"]["floor_kl"])} nats.
 
 | text | ratio of coded tokens | KL, nats (95 % interval) | 99th percentile | largest | top-1 | NLL, nats | windows |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -136,11 +175,11 @@ def _quality_row(name: str, found: dict[str, Any]) -> str:
     cells = [
         escape(name),
         f"{found['ratio']:.2f}",
-        f"{_number(found['kl_mean'], '.4f')} ({_number(found['kl_low'], '.4f')} to {_number(found['kl_high'], '.4f')})",
-        _number(found["kl_p99"], ".3f"),
-        _number(found["kl_max"], ".3f"),
+        f"{_kl(found['kl_mean'])} ({_interval(found)})",
+        _kl(found["kl_p99"]),
+        _kl(found["kl_max"]),
         f"{100 * found['top1']:.1f} %",
-        _number(found["nll_delta"], "+.4f"),
+        _signed(found["nll_delta"]),
         str(found["windows"]),
     ]
     return f"| {' | '.join(cells)} |"
@@ -156,12 +195,12 @@ No layer of this model has full attention; the resident cache leaves all of them
     quality, kernel = found["quality"], found["kernel"]
     rows = [("all", quality["overall"]), *quality["domains"].items()]
     table = "\n".join(
-        f"| {escape(name)} | {row['kl_mean']:.4f} ({row['kl_low']:.4f} to {row['kl_high']:.4f}) | {row['kl_p99']:.3f}"
+        f"| {escape(name)} | {_kl(row['kl_mean'])} ({_interval(row)}) | {_kl(row['kl_p99'])}"
         f" | {100 * row['top1']:.1f} % | {row['windows']} |"
         for name, row in rows
     )
     lengths = ", ".join(f"{ratio:.2f} at {int(tokens):,}" for tokens, ratio in found["cache_ratio_by_tokens"].items())
-    ran = ", ".join(f"{name} {calls:,}" for name, calls in kernel["calls"].items())
+    ran = ", ".join(f"{escape(name)} {calls:,}" for name, calls in kernel["calls"].items())
     off = kernel["relative_error"]
     held = (
         ""
@@ -177,12 +216,20 @@ with the first {report["codec"]["sink_tokens"]} tokens, the newest {found["recen
 layers uncompressed: {kernel["dense_layers"]}.{held}
 
 Protocol C: every window is read through the compressed cache from its first token on, in chunks of
-{quality["chunk_tokens"]} and the last {quality["single_tokens"]} tokens one by one.
+{quality["chunk_tokens"]} and the last {quality["single_tokens"]} tokens one by one. {_scored(found)}
 
 | text | KL, nats (95 % interval) | 99th percentile | top-1 | windows |
 | --- | --- | --- | --- | --- |
 {table}
 """
+
+
+def _scored(resident: dict[str, Any]) -> str:
+    """From where protocol C counts."""
+    first = resident["quality"]["scored_from"]
+    if first < resident["page_tokens"] + resident["recent_tokens"]:
+        return f"Tokens from position {first:,} on are scored, of which some or all see no page of codes yet."
+    return f"Tokens from position {first:,} on are scored: the first that see a page of codes."
 
 
 def _beyond_likelihood(report: dict[str, Any]) -> str:
@@ -191,7 +238,7 @@ def _beyond_likelihood(report: dict[str, Any]) -> str:
         lines.append(
             f"- Greedy text from the {escape(name)} cache is that of the uncompressed one for"
             f" {found['mean_agreeing_tokens']:.1f} of {found['new_tokens']} tokens on average, and to the end in"
-            f" {100 * found['identical']:.0f} % of {len(found['agreeing'])} windows."
+            f" {100 * found['identical']:.0f} % of {counted(len(found['agreeing']), 'window')}."
         )
     lines += [_recall(found) for found in report["recall"]]
     return "## Beyond likelihood\n\n" + "\n".join(lines) + "\n"
@@ -220,13 +267,13 @@ def _recall(found: dict[str, Any]) -> str:
 
 def _comparison(report: dict[str, Any]) -> str:
     overall = report["quality"]["overall"]
-    rows = [(found["name"], found["setting"], found["artifact_bytes"], found) for found in report["baselines"]] + [
-        ("**kvalign**", "recommended step", report["summary"]["artifact_bytes"], overall)
-    ]
+    rows = [
+        (escape(found["name"]), escape(found["setting"]), found["artifact_bytes"], found)
+        for found in report["baselines"]
+    ] + [("**kvalign**", "recommended step", report["summary"]["artifact_bytes"], overall)]
     table = "\n".join(
-        f"| {name} | {setting} | {found['ratio']:.2f} | {_number(found['kl_mean'], '.4f')}"
-        f" ({_number(found['kl_low'], '.4f')} to {_number(found['kl_high'], '.4f')}) | {100 * found['top1']:.1f} %"
-        f" | {size:,} |"
+        f"| {name} | {setting} | {found['ratio']:.2f} | {_kl(found['kl_mean'])} ({_interval(found)})"
+        f" | {100 * found['top1']:.1f} % | {size:,} |"
         for name, setting, size, found in sorted(rows, key=lambda row: row[3]["ratio"])
     )
     return f"""## Beside other codecs
@@ -251,21 +298,15 @@ def _speed(report: dict[str, Any]) -> str:
     )
     return f"""## Speed
 
-On {hardware["cores"]} cores ({hardware["machine"]}), in turns, {found["prefix_tokens"]} tokens: reading them anew takes
-{found["prefill_s"]:.2f} s, encoding their cache {found["encode_s"]:.2f} s ({found["prefill_over_encode"]:.1f} times
-quicker), decoding it {found["decode_s"]:.2f} s ({found["prefill_over_decode"]:.1f} times quicker).{resident}
+On {_cores(hardware)} ({escape(hardware["machine"])}), in turns, {found["prefix_tokens"]} tokens: reading them anew
+takes {found["prefill_s"]:.2f} s, encoding their cache {found["encode_s"]:.2f} s ({found["prefill_over_encode"]:.1f}
+times quicker), decoding it {found["decode_s"]:.2f} s ({found["prefill_over_decode"]:.1f} times quicker).{resident}
 """
 
 
 def _heads(report: dict[str, Any]) -> str:
-    lines = "\n".join(
-        f"- {kind.capitalize()}, {found['heads']} heads of {found['head_dim']} channels: mean cosine similarity of two"
-        f" heads {found['before']:.3f} as they stand, {found['after']:.3f} once one is rotated onto the other"
-        + (f" ({found['left_out']} heads left out, of another width or for their number)" if found["left_out"] else "")
-        + "."
-        for kind, found in report["head_alignment"].items()
-    )
-    says = "\n".join(f"- {found['says']}" for found in report["head_alignment"].values())
+    lines = "\n".join(_likeness(kind, found) for kind, found in report["head_alignment"].items())
+    says = "\n".join(f"- {escape(found['says'])}" for found in report["head_alignment"].values())
     return f"""## Inside the heads
 
 {lines}
@@ -274,6 +315,19 @@ def _heads(report: dict[str, Any]) -> str:
 {says}
 
 {_figures(report, "activations")}"""
+
+
+def _likeness(kind: str, found: dict[str, Any]) -> str:
+    """One line on keys or values."""
+    what = f"- {kind.capitalize()}, {counted(found['heads'], 'head')} of {counted(found['head_dim'], 'channel')}"
+    out = found["left_out"]
+    rest = f" ({counted(out, 'head')} left out, of another width or for their number)" if out else ""
+    if found["heads"] < 2:
+        return f"{what}: there is no second head to compare it with{rest}."
+    return (
+        f"{what}: mean cosine similarity of two heads {_number(found['before'], '.3f')} as they stand,"
+        f" {_number(found['after'], '.3f')} once one is rotated onto the other{rest}."
+    )
 
 
 def _codec(report: dict[str, Any]) -> str:
@@ -286,14 +340,44 @@ def _figures(report: dict[str, Any], *names: str) -> str:
     """The pictures of these names that there are, each with its caption and a link to its data."""
     return "".join(
         f"![{figure['name'].replace('_', ' ')}](figures/{figure['image']})\n\n"
-        f"{figure['caption']} [Data](figures/{figure['data']}).\n\n"
+        f"{escape(figure['caption'])} [Data](figures/{figure['data']}).\n\n"
         for figure in report["figures"]
         if figure["name"] in names
     )
 
 
 def _number(value: float | None, form: str) -> str:
-    return "not a number" if value is None or math.isnan(value) else format(value, form)
+    return "not a number" if value is None else format(value + 0.0 if round(value, 3) else 0.0, form)
+
+
+def _kl(value: float | None) -> str:
+    """Nats, with two digits that say something however small it is.
+
+    >>> _kl(0.01931), _kl(0.000084), _kl(0.00000000123), _kl(0.0), _kl(None)
+    ('0.0193', '0.000084', '1.2e-09', '0', 'not a number')
+    """
+    if value is None:
+        return "not a number"
+    if value >= 0.001:
+        return f"{value:.4f}"
+    if value < 1e-6:
+        return f"{value:.1e}" if value else "0"
+    return f"{Decimal(f'{value:.1e}'):f}"
+
+
+def _signed(value: float | None) -> str:
+    return "not a number" if value is None else f"{'-' if value < 0 else '+'}{_kl(abs(value))}"
+
+
+def _interval(found: dict[str, Any]) -> str:
+    """Of a mean KL."""
+    if found["kl_low"] is None or found["kl_high"] is None:
+        return "no interval" if found["kl_mean"] is not None else "not a number"
+    return f"{_kl(found['kl_low'])} to {_kl(found['kl_high'])}"
+
+
+def _cores(hardware: dict[str, Any]) -> str:
+    return counted(hardware["cores"], "core") if hardware["cores"] else "cores of an unknown number"
 
 
 def _sizes(report: dict[str, Any]) -> str:
@@ -321,22 +405,32 @@ paid for itself after {sizes["artifact_break_even_tokens"]:,} cached tokens.
 
 def _provenance(report: dict[str, Any]) -> str:
     calibration, hardware = report["calibration"], report["hardware"]
-    stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in report["stage_seconds"].items())
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    stages = ", ".join(f"{escape(name)} {seconds:.0f} s" for name, seconds in report["stage_seconds"].items())
+    versions = ", ".join(f"{escape(name)} {escape(version)}" for name, version in report["versions"].items())
+    validation = report["validation"]
+    machine = ", ".join((f"{hardware['system']} {hardware['machine']}", _cores(hardware), hardware["device"]))
     return f"""## How it was made
 
 Calibrated on {calibration["tokens"]:,} tokens of {escape(calibration["dataset"])}
 ({", ".join(map(escape, calibration["domains"]))}; seed {calibration["seed"]}, fingerprint
-`{calibration["fingerprint"][:16]}`), judged on {escape(report["validation"]["dataset"])}
-({", ".join(map(escape, report["validation"]["domains"]))}; fingerprint `{report["validation"]["fingerprint"][:16]}`).
+`{calibration["fingerprint"][:16]}`), judged on {escape(validation["dataset"])}
+({", ".join(map(escape, validation["domains"]))}; {_windows(validation)}, fingerprint
+`{validation["fingerprint"][:16]}`).
 
 Time each stage took: {stages}.
-{hardware["system"]} {hardware["machine"]}, {hardware["cores"]} cores, {hardware["device"]}; {versions}.
+{escape(machine)}; {versions}.
 """
 
 
+def _windows(validation: dict[str, Any]) -> str:
+    asked, taken = validation["windows_asked"], validation["windows"]
+    return counted(taken, "window") + (
+        "" if asked == taken else f" where {asked} was asked for: every domain takes one at least"
+    )
+
+
 def _caveats(report: dict[str, Any]) -> str:
-    lines = "\n".join(f"- {line}" for line in report["not_measured"])
+    lines = "\n".join(f"- {escape(line)}" for line in report["not_measured"])
     return f"""## What is not claimed
 
 Not measured:
@@ -351,4 +445,4 @@ def escape(text: str) -> str:
     >>> escape("<b>x</b> [y](z)")
     '\\\\<b\\\\>x\\\\</b\\\\> \\\\[y\\\\]\\\\(z\\\\)'
     """
-    return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
+    return _SPECIAL.sub(r"\\\1", printable(" ".join(text.split())))

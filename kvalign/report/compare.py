@@ -26,7 +26,7 @@ def _column(report: dict[str, Any]) -> dict[str, Any]:
     overall, sizes, resident = report["quality"]["overall"], report["sizes"], report["resident"]
     held = resident["quality"]["overall"]
     found: dict[str, Any] = {
-        "base": f"{report['source']['repo']}@{report['source']['commit'][:12]}",
+        "base": f"{report['source']['repo']}@{report['source']['commit'][:12] or 'local folder'}",
         "gate": "passed" if report["gate"]["passed"] else "failed",
         "at rest: ratio of coded tokens": sizes["coded_ratio"],
         "at rest: ratio of a cache of 8,192 tokens": sizes["cache_ratio_by_tokens"]["8192"],
@@ -52,7 +52,9 @@ def _column(report: dict[str, Any]) -> dict[str, Any]:
 
 def _interval(quality: dict[str, Any]) -> str:
     low, high = quality["kl_low"], quality["kl_high"]
-    return "not a number" if low is None or high is None else f"{low:.4f} to {high:.4f}"
+    if low is None or high is None:
+        return "not a number" if quality["kl_mean"] is None else "none: one window"
+    return f"{low:.4g} to {high:.4g}"
 
 
 def _warnings(reports: list[dict[str, Any]]) -> list[str]:

@@ -30,7 +30,7 @@ def draw(folder: Path, artifact: Artifact, validation: Validation, findings: Fin
             folder,
             {kind: ActivationMaps(found.absolute.numpy(), found.variance.numpy()) for kind, found in heads.items()},
         ),
-        figures.bits(folder, _component_bits(artifact, validation.step), *_layer_bits(artifact)),
+        figures.bits(folder, component_bits_by_kind(artifact), *layer_bits(artifact)),
     ]
     if findings.sensitivity:
         drawn.append(figures.sensitivity(folder, {kind: share.numpy() for kind, share in findings.sensitivity.items()}))
@@ -43,13 +43,19 @@ def draw(folder: Path, artifact: Artifact, validation: Validation, findings: Fin
 
 
 def _known(summary: Summary) -> bool:
-    return bool(np.isfinite([summary.kl_mean, summary.kl_low, summary.kl_high]).all())
+    return bool(np.isfinite(summary.kl_mean))
+
+
+def _interval(summary: Summary) -> tuple[float, float]:
+    """Of no width where there is none: one window."""
+    low, high = summary.kl_low, summary.kl_high
+    return (summary.kl_mean, summary.kl_mean) if low is None or high is None else (low, high)
 
 
 def _chosen(validation: Validation) -> Point:
     found = validation.overall
     summary = found.summary
-    return Point(found.ratio, summary.kl_mean, summary.kl_low, summary.kl_high, "the recommended step")
+    return Point(found.ratio, summary.kl_mean, *_interval(summary), "the recommended step")
 
 
 def _curves(validation: Validation, findings: Findings) -> list[Curve]:
@@ -62,7 +68,7 @@ def _curves(validation: Validation, findings: Findings) -> list[Curve]:
     curves = [Curve("kvalign", tuple(of_step(point) for point in validation.curve if np.isfinite(point.kl_mean)))]
     for name in dict.fromkeys(found.name for found in findings.baselines):
         points = [
-            Point(found.ratio, found.summary.kl_mean, found.summary.kl_low, found.summary.kl_high, found.setting)
+            Point(found.ratio, found.summary.kl_mean, *_interval(found.summary), found.setting)
             for found in findings.baselines
             if found.name == name and _known(found.summary)
         ]
@@ -70,16 +76,18 @@ def _curves(validation: Validation, findings: Findings) -> list[Curve]:
     return curves
 
 
-def _component_bits(artifact: Artifact, step: int) -> dict[Kind, NDArray[np.float32]]:
-    """Of every stored component, by falling bits."""
+def component_bits_by_kind(artifact: Artifact) -> dict[Kind, NDArray[np.float32]]:
+    """Of every stored component at the recommended step, by falling bits."""
     found: dict[Kind, NDArray[np.float32]] = {}
     for kind in KINDS:
         scales = np.concatenate([stored.scales for stored in artifact.groups if stored.group.kind == kind])
-        found[kind] = np.sort(component_bits(artifact.tables, scales, step).astype(np.float32))[::-1]
+        found[kind] = np.sort(component_bits(artifact.tables, scales, artifact.recommended_step).astype(np.float32))[
+            ::-1
+        ]
     return found
 
 
-def _layer_bits(artifact: Artifact) -> tuple[dict[Kind, NDArray[np.float32]], list[int]]:
+def layer_bits(artifact: Artifact) -> tuple[dict[Kind, NDArray[np.float32]], list[int]]:
     """Mean bits a number in the resident cache, scales left out, of each coded layer; and which layers they are."""
     plan = artifact.resident_plan
     if plan is None or not plan.layers:
@@ -98,7 +106,7 @@ def _layer_bits(artifact: Artifact) -> tuple[dict[Kind, NDArray[np.float32]], li
 def _positions(validation: Validation) -> list[PositionSeries]:
     curves = {"at rest, behind the coded prefix (protocol R)": validation.positions}
     if validation.resident is not None:
-        curves["resident, from the first token on (protocol C)"] = validation.resident.positions
+        curves["resident, from the first page of codes on (protocol C)"] = validation.resident.positions
     return [
         PositionSeries(
             name, curve.first + np.arange(len(curve.mean)), *map(np.array, (curve.mean, curve.low, curve.high))

@@ -26,6 +26,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from numpy.typing import NDArray
 
 from kvalign.geometry import KINDS, Kind
+from kvalign.report.structure import counted
 
 Array = NDArray[np.floating[Any]]
 
@@ -162,18 +163,27 @@ def _style() -> Iterator[None]:
 
 def head_alignment(folder: Path, maps: Mapping[Kind, HeadMaps]) -> Drawn:
     """Heat maps of head by head similarity before and after alignment, a row for each kind; arrays `KIND_before`..."""
+    data = {f"{kind}_{when}": getattr(maps[kind], when) for kind in _kinds(maps) for when in ("before", "after")}
+    figure, caption = _head_alignment_figure(maps), head_alignment_caption(maps)
+    return _write(folder, "head_alignment", figure, _npz(data), "npz", caption)
+
+
+def head_alignment_caption(maps: Mapping[Kind, HeadMaps]) -> str:
     kinds = _kinds(maps)
-    data = {f"{kind}_{when}": getattr(maps[kind], when) for kind in kinds for when in ("before", "after")}
-    values = np.concatenate([found.ravel() for found in data.values()])
-    heads = " and ".join(f"{len(maps[kind].before)} heads' {kind}" for kind in kinds)
-    caption = (
+    values = np.concatenate([found.ravel() for kind in kinds for found in (maps[kind].before, maps[kind].after)])
+    heads = " and ".join(f"{_possessive(len(maps[kind].before))} {kind}" for kind in kinds)
+    return (
         f"Mean token-wise cosine similarity (no unit, 1 being the same direction) of every two of the {heads},"
         " before alignment and after it"
         + ("; negative similarity is drawn as 0" if (values < 0).any() else "")
         + ("; grey cells hold no number" if np.isnan(values).any() else "")
         + "."
     )
-    return _write(folder, "head_alignment", _head_alignment_figure(maps), _npz(data), "npz", caption)
+
+
+def _possessive(heads: int) -> str:
+    """A number of heads, and that something is theirs."""
+    return f"{heads} head's" if heads == 1 else f"{heads} heads'"
 
 
 @_style()
@@ -191,18 +201,21 @@ def _head_alignment_figure(maps: Mapping[Kind, HeadMaps]) -> Figure:
 
 def activations(folder: Path, maps: Mapping[Kind, ActivationMaps]) -> Drawn:
     """Heat maps of head by channel, size and variance, a row for each kind; arrays `KIND_absolute`, `KIND_variance`."""
+    data = {f"{kind}_{what}": getattr(maps[kind], what) for kind in _kinds(maps) for what in ("absolute", "variance")}
+    return _write(folder, "activations", _activations_figure(maps), _npz(data), "npz", activations_caption(maps))
+
+
+def activations_caption(maps: Mapping[Kind, ActivationMaps]) -> str:
     kinds = _kinds(maps)
-    data = {f"{kind}_{what}": getattr(maps[kind], what) for kind in kinds for what in ("absolute", "variance")}
+    shapes = {kind: maps[kind].absolute.shape for kind in kinds}
     sizes = " and ".join(
-        f"{kind} ({maps[kind].absolute.shape[0]} heads of {maps[kind].absolute.shape[1]} channels)" for kind in kinds
+        f"{kind} ({counted(shapes[kind][0], 'head')} of {counted(shapes[kind][1], 'channel')})" for kind in kinds
     )
-    caption = (
+    unknown = any(np.isnan(found).any() for kind in kinds for found in (maps[kind].absolute, maps[kind].variance))
+    return (
         f"Mean absolute activation and variance of each channel of each head's {sizes}, as a share of that head's"
-        " largest channel (0 to 1, no unit)"
-        + ("; grey cells hold no number" if any(np.isnan(found).any() for found in data.values()) else "")
-        + "."
+        f" largest channel (0 to 1, no unit){'; grey cells hold no number' if unknown else ''}."
     )
-    return _write(folder, "activations", _activations_figure(maps), _npz(data), "npz", caption)
 
 
 @_style()
@@ -223,16 +236,20 @@ def _activations_figure(maps: Mapping[Kind, ActivationMaps]) -> Figure:
 def rate_distortion(folder: Path, curves: Sequence[Curve], chosen: Point) -> Drawn:
     """Mean KL against the ratio of coded tokens, both on log axes, with intervals; `chosen` is ringed and labelled."""
     data = {"curves": [asdict(curve) for curve in curves], "chosen": asdict(chosen)}
+    figure, caption = _rate_distortion_figure(curves, chosen), rate_distortion_caption(curves, chosen)
+    return _write(folder, "rate_distortion", figure, _json(data), "json", caption)
+
+
+def rate_distortion_caption(curves: Sequence[Curve], chosen: Point) -> str:
     points = [chosen, *(point for curve in curves for point in curve.points)]
     lowest = _lowest_drawn(np.array([point.kl for point in points]), np.array([point.kl_low for point in points]))
     least = min(min(point.kl, point.kl_low) for point in points)
     names = ", ".join(curve.name for curve in curves if curve.points) or "the chosen setting"
-    caption = (
+    bars = "bars are confidence intervals and " if any(point.kl_low < point.kl_high for point in points) else ""
+    return (
         f"Mean KL to the uncompressed cache (nats a token) against the ratio of coded tokens (bfloat16 bytes over coded"
-        f" bytes), both on log axes, for {names}; bars are confidence intervals and the ring marks {chosen.label}"
-        f"{_clamped(least, lowest)}."
+        f" bytes), both on log axes, for {names}; {bars}the ring marks {chosen.label}{_clamped(least, lowest)}."
     )
-    return _write(folder, "rate_distortion", _rate_distortion_figure(curves, chosen), _json(data), "json", caption)
 
 
 @_style()
@@ -295,12 +312,16 @@ def bits(folder: Path, at_rest: Mapping[Kind, Array], resident: Mapping[Kind, Ar
         "resident": {kind: resident[kind].tolist() for kind in KINDS if kind in resident},
         "layers": [int(layer) for layer in layers],
     }
-    caption = (
+    figure, caption = _bits_figure(at_rest, resident, layers), bits_caption(bool(resident))
+    return _write(folder, "bits", figure, _json(data), "json", caption)
+
+
+def bits_caption(resident: bool) -> str:
+    beside = "; beside it, mean bits a number in the resident cache by layer" if resident else ""
+    return (
         "Bits that each stored component is coded in at the recommended step, by its rank among them on a log axis"
-        + ("; beside it, mean bits a number in the resident cache by layer" if resident else "")
-        + "."
+        f"{beside}."
     )
-    return _write(folder, "bits", _bits_figure(at_rest, resident, layers), _json(data), "json", caption)
 
 
 @_style()
@@ -335,8 +356,13 @@ def _bits_figure(at_rest: Mapping[Kind, Array], resident: Mapping[Kind, Array], 
 def sensitivity(folder: Path, shares: Mapping[Kind, Array]) -> Drawn:
     """Bars of each layer's share of the whole sensitivity, [L] a kind, all kinds together 1."""
     data = {kind: shares[kind].tolist() for kind in _kinds(shares)}
-    caption = f"Share of each layer's {' and '.join(data)} in the whole sensitivity, in per cent, by layer index."
-    return _write(folder, "sensitivity", _sensitivity_figure(shares), _json(data), "json", caption)
+    return _write(
+        folder, "sensitivity", _sensitivity_figure(shares), _json(data), "json", sensitivity_caption(list(data))
+    )
+
+
+def sensitivity_caption(kinds: Sequence[str]) -> str:
+    return f"Share of each layer's {' and '.join(kinds)} in the whole sensitivity, in per cent, by layer index."
 
 
 @_style()
@@ -366,16 +392,20 @@ def kl_by_position(folder: Path, series: Sequence[PositionSeries]) -> Drawn:
     assert series
     columns = ("positions", "mean", "low", "high")
     data = [{"name": one.name, **{column: getattr(one, column).tolist() for column in columns}} for one in series]
+    figure, caption = _kl_by_position_figure(series), kl_by_position_caption(series)
+    return _write(folder, "kl_by_position", figure, _json(data), "json", caption)
+
+
+def kl_by_position_caption(series: Sequence[PositionSeries]) -> str:
     least = min(float(min(one.mean.min(), one.low.min())) for one in series)
     long = any(one.positions.size >= _RUNNING for one in series)
-    caption = (
+    return (
         "KL to the uncompressed cache (nats a token, log axis) by token position, for "
         + ", ".join(one.name for one in series)
         + "; points are the mean over windows at each position, the band what 10 % to 90 % of the windows have"
         + (f", the thick line is the running mean over {_RUNNING} positions" if long else "")
         + f"{_clamped(least, _series_lowest(series))}."
     )
-    return _write(folder, "kl_by_position", _kl_by_position_figure(series), _json(data), "json", caption)
 
 
 @_style()

@@ -129,6 +129,13 @@ def pictured_heads(
     )
 
 
+def kvtc_fits(artifact: Artifact) -> bool:
+    """Whether one basis over the whole cache of each kind was summed, and is narrow enough to fit."""
+    geometry = artifact.shape.geometry
+    one_each = len(artifact.groups) == len(KINDS)
+    return one_each and max(geometry.width(kind) for kind in KINDS) <= _KVTC_LIMIT
+
+
 def up_to(sequences: Sequence[Tensor], tokens: int) -> list[Tensor]:
     """The first sequences that hold so many tokens together; at least one."""
     found: list[Tensor] = []
@@ -142,11 +149,10 @@ def up_to(sequences: Sequence[Tensor], tokens: int) -> list[Tensor]:
 def _fitted_kvtc(
     artifact: Artifact, statistics: Statistics, kept_aside: Sequence[Captured], ratio: float
 ) -> KvtcFit | None:
-    whole = statistics.whole()
-    if len(whole.groups) > len(KINDS) or max(group.width for group in whole.groups) > _KVTC_LIMIT:
+    if not kvtc_fits(artifact):
         return None
     return fit_kvtc(
-        whole,
+        statistics.whole(),
         artifact.shape,
         kept_aside,
         sink_tokens=artifact.sink_tokens,

@@ -5,9 +5,13 @@ docs/report.schema.json is made from here; a change of form raises SCHEMA_VERSIO
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 SCHEMA_VERSION = 2
+
+# Control characters, and marks that turn the direction of what is printed behind them.
+_UNSEEN = r"\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069"
+_MOST = 2**53 - 1  # what every reader of JSON holds exactly
 
 
 def _with_8192(ratios: dict[str, float]) -> dict[str, float]:
@@ -17,18 +21,37 @@ def _with_8192(ratios: dict[str, float]) -> dict[str, float]:
     return ratios
 
 
-Nats = Annotated[float | None, Field(description="nats a token; null where not a number")]
-Share = Annotated[float, Field(ge=0, le=1)]
+# A float32 sum may round a KL of nothing, or a share of everything, a little past its end.
+Nats = Annotated[float | None, Field(ge=0, description="nats a token; null where not a number")]
+Change = Annotated[float | None, Field(description="nats a token; null where not a number")]
+Share = Annotated[float, Field(ge=0, le=1 + 1e-6)]
+Cosine = Annotated[float | None, Field(ge=-1.001, le=1.001, description="null where not a number")]
 Ratio = Annotated[float, Field(gt=0)]
-Bytes = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=0)]
-Tokens = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,9}$")]
+Positive = Annotated[float, Field(gt=0)]
+Bytes = Annotated[int, Field(ge=0, le=_MOST)]
+Count = Annotated[int, Field(ge=0, le=_MOST)]
+Some = Annotated[int, Field(ge=1, le=_MOST)]
+Step = Annotated[int, Field(ge=-1600, le=1600)]
+Line = Annotated[str, StringConstraints(max_length=2000, pattern=f"^[^{_UNSEEN}]*$")]
+Lines = Annotated[str, StringConstraints(max_length=2000, pattern=f"^(?:[^{_UNSEEN}]|[\\t\\n\\r])*$")]
+FileName = Annotated[str, StringConstraints(max_length=100, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$")]
+RepoName = Annotated[
+    str, StringConstraints(max_length=200, pattern=r"^(?:[A-Za-z0-9_][A-Za-z0-9_.\-]*/)?[A-Za-z0-9_][A-Za-z0-9_.\-]*$")
+]
+Commit = Annotated[str, StringConstraints(pattern=r"^(?:[A-Za-z0-9_.\-]{1,128})?$")]
+Hex = Annotated[str, StringConstraints(max_length=128, pattern=r"^[0-9a-f]+$")]
+# What a card's front matter may take over from the source's: see source_card.
+CarriedName = Annotated[
+    str, StringConstraints(pattern=r"^(?:license|license_name|license_link|language|extra_gated_[A-Za-z0-9_]{1,48})$")
+]
+Carried = dict[CarriedName, bool | Lines | list[Line] | dict[Lines, bool | Lines]]
+Tokens = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,9}$")]
 ByTokens = Annotated[dict[Tokens, Ratio], AfterValidator(_with_8192)]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), strict=True, allow_inf_nan=False)
 
 
 class Overview(_Part):
@@ -48,7 +71,7 @@ class GateVerdict(_Part):
     max_kl: Nats
     min_top1: Share
     passed: bool
-    failures: list[str]
+    failures: list[Line]
 
 
 class WeightFile(_Part):
@@ -57,37 +80,47 @@ class WeightFile(_Part):
 
 
 class Source(_Part):
-    """The base model, pinned. carried: licence, language and gate fields of its own card."""
+    """The base model, pinned; commit is empty, and repo a name alone, where it was a local folder.
 
-    repo: str
-    commit: str
-    model_type: str
+    carried: licence, language and gate fields of its own card
+    """
+
+    repo: RepoName
+    commit: Commit
+    model_type: Line
     config_sha256: Sha256
-    weights: dict[str, WeightFile]
-    carried: dict[str, Any]
+    weights: dict[FileName, WeightFile]
+    carried: Carried
 
 
 class TargetFacts(_Part):
     """What was asked for: the repo to publish to, and its layout."""
 
-    repo: str
+    repo: RepoName
     visibility: Literal["private", "public"]
     layout: Literal["full", "codec"]
     on_existing: Literal["fail", "update"]
 
 
+class Aim(_Part):
+    """What the conversion was asked for: a quality or a size, the other being null."""
+
+    max_kl: Positive | None
+    ratio: Positive | None
+
+
 class CodecFacts(_Part):
     """The at-rest codec. recommended_step in sixteenths of an octave; ranks and features by feature group."""
 
-    codec_id: str
-    target: dict[str, float | None]
-    recommended_step: int
+    codec_id: Hex
+    target: Aim
+    recommended_step: Step
     sink_tokens: Count
     recent_tokens: Count
     recomputed_layers: Count
-    layers: Count
-    ranks: dict[str, int]
-    features: dict[str, int]
+    layers: Some
+    ranks: dict[Line, Count]
+    features: dict[Line, Count]
 
 
 class Payloads(_Part):
@@ -103,31 +136,36 @@ class Payloads(_Part):
 class Sizes(_Part):
     """Rates of the at-rest form; each *_means says what is divided by what."""
 
-    ratio_means: str
+    ratio_means: Line
     coded_ratio: Ratio
-    cache_ratio_means: str
+    cache_ratio_means: Line
     cache_ratio_by_tokens: ByTokens
     cache_ratio_with_artifact_spread_over_tokens: dict[Tokens, Ratio]
     raw_bytes_per_token: Bytes
     measured_payloads: Payloads
     artifact_bytes: Bytes
-    artifact_over_weights: float
+    artifact_over_weights: Positive
     artifact_break_even_tokens: Count
 
 
 class Quality(_Part):
-    """Against the uncompressed cache, over all scored tokens; kl_low, kl_high: 95 % bootstrap over windows."""
+    """Against the uncompressed cache, over all scored tokens.
+
+    kl_low, kl_high: 95 % bootstrap over windows; null for one window, which says nothing of others
+    """
 
     kl_mean: Nats
     kl_low: Nats
     kl_high: Nats
     kl_p99: Nats
     kl_max: Nats
-    total_variation: Annotated[float | None, Field(description="half the L1 distance of distributions")]
+    total_variation: Annotated[
+        float | None, Field(ge=0, le=1 + 1e-6, description="half the L1 distance of distributions; null as above")
+    ]
     top1: Share
-    nll_delta: Nats
-    tokens: Count
-    windows: Count
+    nll_delta: Change
+    tokens: Some
+    windows: Some
 
 
 class QualityAtRatio(Quality):
@@ -138,7 +176,7 @@ class QualityAtRatio(Quality):
 
 
 class WorstWindow(_Part):
-    domain: str
+    domain: Line
     kl_mean: Nats
     kl_max: Nats
     top1: Share
@@ -148,46 +186,47 @@ class AtRestQuality(_Part):
     """Protocol R at the recommended step."""
 
     protocol: Literal["R"]
-    prefix_tokens: Count
-    continuation_tokens: Count
+    prefix_tokens: Some
+    continuation_tokens: Some
     floor_limit: Nats
     overall: QualityAtRatio
-    domains: dict[str, QualityAtRatio]
+    domains: dict[Line, QualityAtRatio]
     worst_windows: list[WorstWindow]
 
 
 class ResidentQuality(_Part):
-    """Protocol C."""
+    """Protocol C. scored_from: position of the first token scored, the first that sees a page of codes."""
 
     protocol: Literal["C"]
-    chunk_tokens: Count
-    single_tokens: Count
+    chunk_tokens: Some
+    single_tokens: Some
+    scored_from: Count
     floor_kl: Nats
     overall: Quality
-    domains: dict[str, Quality]
+    domains: dict[Line, Quality]
 
 
 class Kernel(_Part):
     """Which kernels ran while protocol C was measured, and how far the fused one is from plain attention."""
 
-    calls: dict[str, Count]
+    calls: dict[Line, Count]
     dense_layers: Count
-    relative_error: float | None
-    limit: float
+    relative_error: Annotated[float | None, Field(ge=0)]
+    limit: Positive
 
 
 class Resident(_Part):
     """The form that attention reads."""
 
-    bits: float
-    bits_per_value: float
-    basis: str
+    bits: Positive
+    bits_per_value: Positive
+    basis: Line
     coded_layers: Count
-    page_tokens: Count
+    page_tokens: Some
     recent_tokens: Count
-    coded_ratio_means: str
+    coded_ratio_means: Line
     coded_ratio: Ratio
-    cache_ratio_means: str
+    cache_ratio_means: Line
     cache_ratio_by_tokens: ByTokens
     quality: ResidentQuality
     kernel: Kernel
@@ -196,7 +235,7 @@ class Resident(_Part):
 class OperatingPoint(_Part):
     """One measured step of the at-rest codec."""
 
-    step: int
+    step: Step
     ratio: Ratio
     kl_mean: Nats
     kl_p99: Nats
@@ -206,8 +245,8 @@ class OperatingPoint(_Part):
 class BaselinePoint(_Part):
     """Another codec on the same windows by protocol R, with the same sink and recent tokens in 16 bit."""
 
-    name: str
-    setting: str
+    name: Literal["fp8", "KIVI-style", "KVTC"]
+    setting: Line
     ratio: Ratio
     artifact_bytes: Bytes
     kl_mean: Nats
@@ -228,46 +267,52 @@ class RecallTask(_Part):
     difficulty: Count
     items: Count
     prefix_tokens: Count
-    scores: dict[str, Share]
+    scores: dict[Line, Share]
 
 
 class GreedyText(_Part):
     """How long greedy text agrees with that of the uncompressed cache."""
 
     new_tokens: Count
-    mean_agreeing_tokens: float
+    mean_agreeing_tokens: Annotated[float, Field(ge=0)]
     identical: Share
-    agreeing: list[Count]
+    agreeing: Annotated[list[Count], Field(min_length=1)]
 
 
 class Speed(_Part):
     """Measured in turns on the machine below; not verified elsewhere."""
 
-    prefix_tokens: Count
-    prefill_s: float
-    encode_s: float
-    decode_s: float
-    prefill_over_encode: float
-    prefill_over_decode: float
-    dynamic_tokens_per_s: float
-    resident_tokens_per_s: float | None
-    resident_over_dynamic: float | None
+    prefix_tokens: Some
+    prefill_s: Positive
+    encode_s: Positive
+    decode_s: Positive
+    prefill_over_encode: Positive
+    prefill_over_decode: Positive
+    dynamic_tokens_per_s: Positive
+    resident_tokens_per_s: Positive | None
+    resident_over_dynamic: Positive | None
+
+
+class Structure(_Part):
+    columns: Share
+    rows: Share
 
 
 class Heads(_Part):
     """Mean cosine similarity over all pairs of different heads, on text that rotations were not fitted on.
 
+    before, after: 1 for one head
     columns, rows: shares of the variance of the pictures of channels that channels, and heads, explain
     """
 
-    heads: Count
-    head_dim: Count
+    heads: Some
+    head_dim: Some
     left_out: Count
-    before: float
-    after: float
-    absolute: dict[Literal["columns", "rows"], Share]
-    variance: dict[Literal["columns", "rows"], Share]
-    says: str
+    before: Cosine
+    after: Cosine
+    absolute: Structure
+    variance: Structure
+    says: Line
 
 
 class ByKind(_Part):
@@ -278,42 +323,43 @@ class ByKind(_Part):
 class FigureFiles(_Part):
     """A picture and the data behind it, in the folder figures."""
 
-    name: str
-    image: str
-    data: str
+    name: Literal["head_alignment", "activations", "bits", "sensitivity", "rate_distortion", "kl_by_position"]
+    image: FileName
+    data: FileName
     image_sha256: Sha256
     data_sha256: Sha256
-    caption: str
+    caption: Line
 
 
 class CalibrationFacts(_Part):
     """The calibration text, by the SHA-256 of its documents, and how it was read; metric of the sensitivity."""
 
-    dataset: str
-    domains: list[str]
+    dataset: Line
+    domains: list[Line]
     documents: list[Sha256]
     fingerprint: Sha256
-    sequences: Count
-    sequence_length: Count
-    tokens: Count
-    metric: str
+    sequences: Some
+    sequence_length: Some
+    tokens: Some
+    metric: Literal["gradient", "forward", "none"]
     seed: Count
 
 
 class ValidationFacts(_Part):
-    """The held-out text."""
+    """The held-out text. windows_asked: of the settings; every domain takes one window at least."""
 
-    dataset: str
-    domains: list[str]
-    windows: Annotated[int, Field(ge=1)]
+    dataset: Line
+    domains: list[Line]
+    windows_asked: Some
+    windows: Some
     fingerprint: Sha256
 
 
 class Hardware(_Part):
-    machine: str
-    system: str
-    cores: int | None
-    device: str
+    machine: Line
+    system: Line
+    cores: Some | None
+    device: Line
 
 
 class Report(_Part):
@@ -338,9 +384,9 @@ class Report(_Part):
     calibration: CalibrationFacts
     validation: ValidationFacts
     hardware: Hardware
-    versions: dict[str, str]
-    stage_seconds: dict[str, float]
-    not_measured: list[str]
+    versions: dict[Line, Line]
+    stage_seconds: dict[Line, Annotated[float, Field(ge=0)]]
+    not_measured: list[Line]
 
 
 def json_schema() -> dict[str, Any]:

@@ -3,15 +3,18 @@
 A source README is data from a stranger: YAML can hold bombs, and prose can hold markup.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from kvalign.printable import printable
+
 _MAX_FRONT_MATTER_BYTES = 64 * 1024
 _MAX_TEXT = 2000
 _TEXT_FIELDS = ("license", "license_name", "license_link")
-_GATE_TEXT_PREFIX = "extra_gated_"
+_GATE_FIELD = re.compile(r"extra_gated_\w{1,48}", re.ASCII)
 
 
 class _NoAliases(yaml.SafeLoader):
@@ -29,17 +32,17 @@ def carried_fields(folder: Path) -> dict[str, Any]:
     carried: dict[str, Any] = {}
     for name in _TEXT_FIELDS:
         if isinstance(front.get(name), str):
-            carried[name] = front[name][:_MAX_TEXT]
+            carried[name] = _text(front[name])
     language = front.get("language")
     if isinstance(language, str):
         language = [language]
     if isinstance(language, list):
-        carried["language"] = [item[:40] for item in language if isinstance(item, str)][:50]
+        carried["language"] = [printable(item[:40]) for item in language if isinstance(item, str)][:50]
     for name, value in front.items():
-        if str(name).startswith(_GATE_TEXT_PREFIX) and len(str(name)) <= 60:
+        if isinstance(name, str) and _GATE_FIELD.fullmatch(name):
             kept = _plain(value)
             if kept is not None:
-                carried[str(name)] = kept
+                carried[name] = kept
     return carried
 
 
@@ -58,15 +61,19 @@ def _front_matter(readme: Path) -> dict[Any, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _text(value: str) -> str:
+    return printable(value[:_MAX_TEXT], keep="\n\t")
+
+
 def _plain(value: Any) -> Any:
     """Text, a flag, or one level of fields of text and flags; anything else is left out."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return value[:_MAX_TEXT]
+        return _text(value)
     if isinstance(value, dict) and len(value) <= 50:
         return {
-            str(key)[:200]: item if isinstance(item, bool) else str(item)[:_MAX_TEXT]
+            printable(str(key)[:200]): item if isinstance(item, bool) else _text(item)
             for key, item in value.items()
             if isinstance(item, str | bool)
         }

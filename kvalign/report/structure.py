@@ -46,7 +46,8 @@ def describe_structure(kind: Kind, absolute: Array, variance: Array) -> str:
     known = _known_rows(absolute)
     heads, channels = known.shape
     if heads < 2 or channels < 4:
-        return f"{kind.capitalize()}: {heads} heads of {channels} channels are too few to tell a structure."
+        size = f"{counted(heads, 'head')} of {counted(channels, 'channel')}"
+        return f"{kind.capitalize()}: {size}, too few to tell a structure."
     columns, rows = column_and_row_structure(known)
     chance = heads * channels - 1
     by_channel = _above_chance(columns, (channels - 1) / chance) >= _STRONG
@@ -61,6 +62,15 @@ def describe_structure(kind: Kind, absolute: Array, variance: Array) -> str:
         f"{kind.capitalize()}: channels explain {100 * columns:.0f} % of the picture's variance and heads"
         f" {100 * rows:.0f} %: {found}; {_trend(variance)}."
     )
+
+
+def counted(number: int, thing: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "head"), counted(1200, "head")
+    ('1 head', '1,200 heads')
+    """
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _above_chance(share: float, chance: float) -> float:

@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvalign.artifact import CONFIG_NAME, TENSORS_NAME
-from kvalign.cli import main
+from kvalign.cli import main, name_of_folder
+from kvalign.config import ConversionConfig
 
 Folders = Callable[[str], Path]
 
@@ -124,7 +125,7 @@ def test_generate_goes_on_from_both_caches(converted: tuple[Path, Result], tiny_
         (("generate", "OUT", "--base", "OTHER", "--prompt", "abc"), 1, "not the one of llama"),
         (("generate", "OUT", "--prompt", "abc", "--max-new-tokens", 0), 2, "not in the range"),
         (("generate", "BASE", "--prompt", "abc"), 1, f"holds no {CONFIG_NAME}"),
-        (("inspect", "BASE"), 1, f"holds no {CONFIG_NAME}"),
+        (("inspect", "BASE"), 1, "holds no report.json that this kvalign reads"),
         (("convert", "BASE"), 2, "Missing option '--out'"),
         (("convert", "BASE", "--out", "NEW", "--ratio", 0.5), 2, "codec.ratio: Input should be greater than 1"),
         (("convert", "BASE", "--out", "NEW", "--ratio", 5, "--max-kl", 1), 2, "exactly one of 'max_kl'"),
@@ -165,7 +166,8 @@ def test_a_failed_gate_ends_with_1_and_leaves_the_report(
     assert result.exit_code == 1
     assert "Error (quality_gate): The converted model failed its quality gate" in result.stderr
     shown = kvalign("inspect", tmp_path / "out")
-    assert shown.exit_code == 1  # nothing was converted
+    assert shown.exit_code == 0, shown.output
+    assert "Not published: the quality gate failed." in shown.stdout
     assert json.loads((tmp_path / "out" / "report.json").read_text())["gate"]["passed"] is False
 
 
@@ -201,14 +203,32 @@ def test_flags_override_a_toml_file(tiny_folder: Folders, tmp_path: Path) -> Non
     assert "codec.ratio" in result.stderr
 
 
-def test_a_card_that_is_missing_is_named(converted: tuple[Path, Result], tmp_path: Path) -> None:
-    for name in (CONFIG_NAME, TENSORS_NAME):
-        (tmp_path / name).write_bytes((converted[0] / name).read_bytes())
+def test_what_is_shown_comes_from_the_report_and_steers_no_terminal(
+    converted: tuple[Path, Result], tmp_path: Path
+) -> None:
+    report = json.loads((converted[0] / "report.json").read_text())
+    report["target"]["repo"] = "me/[red]x"
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert kvalign("inspect", tmp_path).exit_code == 1, "no repo has such a name"
+    report["target"]["repo"] = "me/other"
+    report["hardware"]["machine"] = "[red]\u00adx"
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    (tmp_path / "README.md").write_bytes(b"\xff\x1b]0;mine\x07")
     result = kvalign("inspect", tmp_path)
-    assert result.exit_code == 1
-    assert "README.md" in result.stderr
-    assert isinstance(result.exception, SystemExit)
-    assert kvalign("inspect", tmp_path, "--json").exit_code == 0
+    assert result.exit_code == 0, result.output
+    assert "other" in result.stdout
+    assert "[red]?x" in result.stdout
+    assert "\x1b" not in result.output
+    assert kvalign("inspect", tmp_path, "--json").stdout.isascii()
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("My model (v2)", "My-model-v2"), ("a--b..c.git", "a-b-c"), ("\udcff", "model"), ("-x-", "x")]
+)
+def test_any_local_folder_has_a_name(folder: str, name: str) -> None:
+    found = name_of_folder(Path("/models") / folder)
+    assert found == name
+    ConversionConfig.parse({"source": {"repo": found}, "target": {"repo": f"{found}-kvalign"}})
 
 
 def test_the_installed_command_is_this_one() -> None:

@@ -72,6 +72,11 @@ def test_one_target(codec: dict[str, Any], target: tuple[float | None, float | N
     assert (config.codec.max_kl, config.codec.ratio) == target
 
 
+def test_a_ratio_beyond_reach_is_refused_with_what_to_ask_for() -> None:
+    with pytest.raises(ConfigInvalid, match=r"codec\.ratio: 1000 is beyond the 256 .* ask for less, or .* 'max_kl'"):
+        parse(codec={"ratio": 1000})
+
+
 def test_two_targets_are_refused() -> None:
     with pytest.raises(ConfigInvalid, match="codec: give exactly one of 'max_kl'"):
         parse(codec={"max_kl": 0.02, "ratio": 20})
@@ -81,7 +86,7 @@ def test_two_targets_are_refused() -> None:
     ("path", "inside", "outside"),
     [
         ("codec.max_kl", (1e-9, 10), (0, -1, 10.01)),
-        ("codec.ratio", (1.001, 1000), (1, 0.5, 1001)),
+        ("codec.ratio", (1.001, 256), (1, 0.5, 257)),
         ("codec.sink_tokens", (0, 64), (-1, 65, 1.5)),
         ("codec.recent_tokens", (0, 4096), (-1, 4097)),
         ("codec.recomputed_layers", (0, 64), (-1, 65, 1.5)),

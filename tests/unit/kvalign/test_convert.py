@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvalign.artifact import CONFIG_NAME, TENSORS_NAME, load_artifact
 from kvalign.capture import load_model, run
 from kvalign.config import ConversionConfig
-from kvalign.convert import STAGES, ConversionResult, convert
+from kvalign.convert import ConversionResult, convert
 from kvalign.errors import (
     ConfigInvalid,
     DatasetInvalid,
@@ -26,6 +26,7 @@ from kvalign.errors import (
     SourceNotFound,
     SourceUnsupported,
 )
+from kvalign.report.facts import STAGES
 from kvalign.stages import StageProgress
 
 Folders = Callable[[str], Path]

@@ -18,7 +18,7 @@ from kvalign.accounting import (
 )
 from kvalign.capture import run
 from kvalign.evaluate import resident as protocol
-from kvalign.evaluate.resident import CHUNK_TOKENS, ResidentResult, forced_logits, kernel_error, measure_resident
+from kvalign.evaluate.resident import ResidentResult, first_scored, forced_logits, kernel_error, measure_resident
 from kvalign.resident.interface import fused_attention
 from kvalign.resident.plan import ResidentPlan
 from kvalign.text import Window
@@ -51,9 +51,21 @@ def test_chunks_and_single_tokens_give_the_logits_of_one_pass(model: Any) -> Non
     assert torch.allclose(forced_logits(model, DynamicCache(), tokens), whole, atol=1e-4)
 
 
-def test_every_token_behind_the_first_chunk_is_scored(model: Any) -> None:
-    found = measure_resident(model, plan_of(model, 8.0), windows(2, 240))
-    assert found.summary.tokens == 2 * (240 - 1 - CHUNK_TOKENS)
+@pytest.mark.parametrize(
+    ("tokens", "recent", "first"),
+    [(1024, 64, 256), (1024, 0, 128), (1024, 200, 384), (240, 3, 207), (100, 64, 98), (1024, 2000, 128)],
+)
+def test_scores_begin_with_the_first_page_of_codes(tokens: int, recent: int, first: int) -> None:
+    assert first_scored(tokens, recent) == first
+
+
+def test_every_token_behind_the_first_page_is_scored(model: Any) -> None:
+    plan = plan_of(model, 8.0)
+    found = measure_resident(model, plan, windows(2, 240))
+    first = first_scored(240, plan.recent_tokens)
+    assert found.positions.first == first
+    assert found.summary.tokens == 2 * (240 - 1 - first)
+    assert min(found.positions.mean) > 0, "a token that saw nothing coded has no KL"
     assert set(found.domains) == {"a", "b"}
     assert found.floor_kl < 1e-6
 

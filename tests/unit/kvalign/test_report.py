@@ -20,6 +20,7 @@ from kvalign.config import ConversionConfig
 from kvalign.evaluate.protocol import FLOOR_LIMIT
 from kvalign.evaluate.resident import ResidentResult
 from kvalign.evaluate.validation import Validation
+from kvalign.printable import printable
 from kvalign.report import card
 from kvalign.report.build import build_report, gate_failures, to_json
 from kvalign.report.figures import Drawn
@@ -150,7 +151,7 @@ def test_the_card_tells_what_the_report_stage_found(report: dict[str, Any]) -> N
     assert "[Data](figures/bits.json)" in text
     assert "calibrate 60 s, report 12 s" in text
     for found in report["head_alignment"].values():
-        assert found["says"] in text
+        assert card.escape(found["says"]) in text
 
 
 def test_sizes_name_their_numerators(report: dict[str, Any]) -> None:
@@ -288,7 +289,7 @@ def test_the_card_names_the_numbers_of_the_report(report: dict[str, Any]) -> Non
     assert "**0.0150 nats**" in text
     assert "| 4 | 12.00 |" in text or "| 4 (recommended) | 12.00 |" in text
     for line in report["not_measured"]:
-        assert line in text
+        assert card.escape(line) in text
     assert 'kvalign.load("me/tiny_kv")' in text
 
 
@@ -311,6 +312,17 @@ def test_hostile_names_do_not_act_in_the_card(artifact: Artifact, tmp_path: Path
     report["validation"] = {**report["validation"], "domains": [HOSTILE], "dataset": HOSTILE}
     report["gate"] = {**report["gate"], "passed": False, "failures": [HOSTILE]}
     report["target"] = {**report["target"], "repo": "me/a_b*c"}
+    for part in ("hardware", "versions"):
+        report[part] = {name: HOSTILE if isinstance(value, str) else value for name, value in report[part].items()}
+    report["stage_seconds"] = {HOSTILE: 1.0}
+    report["not_measured"] = [HOSTILE]
+    report["figures"] = [{**figure, "caption": HOSTILE} for figure in report["figures"]]
+    report["baselines"] = [{**found, "name": HOSTILE, "setting": HOSTILE} for found in report["baselines"]]
+    report["resident"]["kernel"]["calls"] = {HOSTILE: 1}
+    report["greedy"] = {HOSTILE: report["greedy"]["at rest"]}
+    report["recall"][0]["scores"] = {HOSTILE: 1.0}
+    for found in report["head_alignment"].values():
+        found["says"] = HOSTILE
     text = card.render(report)
     front, body = split(text)
     assert yaml.safe_load(front)["model-index"][0]["name"] == "a_b*c"
@@ -321,13 +333,18 @@ def test_hostile_names_do_not_act_in_the_card(artifact: Artifact, tmp_path: Path
     ModelCard(text, ignore_metadata_errors=False)
 
 
+@pytest.mark.parametrize("link", ["https://evil.example/x", "www.evil.example", "mail@evil.example"])
+def test_what_would_become_a_link_by_itself_is_escaped(link: str) -> None:
+    assert link not in card.escape(f"see {link}")
+
+
 @given(st.text())
 def test_escaped_text_is_one_line_and_reads_as_it_was(text: str) -> None:
     escaped = card.escape(text)
     assert "\n" not in escaped
     assert "\r" not in escaped
-    plain = re.sub(r"\\([\\`*_{}\[\]()#+!|<>~$&])", r"\1", escaped)
-    assert plain == " ".join(text.split())
+    plain = re.sub(r"\\([\\`*_{}\[\]()#+!|<>~$&@:.])", r"\1", escaped)
+    assert plain == printable(" ".join(text.split()))
     assert not re.search(r"(?<!\\)(\\\\)*[`*_\[\]<>|#~$&]", escaped)
 
 
@@ -341,3 +358,64 @@ def test_the_sample_card_is_one() -> None:
         for kind in ("image", "data"):
             data = (folder / "figures" / figure[kind]).read_bytes()
             assert hashlib.sha256(data).hexdigest() == figure[f"{kind}_sha256"]
+
+
+def test_small_numbers_keep_digits_and_one_window_has_no_interval(report: dict[str, Any]) -> None:
+    overall, first = report["quality"]["overall"], report["quality"]["domains"]["a"]
+    overall.update(kl_mean=0.0000321, kl_low=0.0000298, kl_high=0.0000354)
+    report["summary"].update(kl_mean=0.0000321)
+    text = card.render(report)
+    assert "mean KL of **0.000032 nats**" in text
+    assert "0.000032 (0.000030 to 0.000035)" in text
+    assert first["windows"] == 1
+    assert "| a | 12.00 | 0.0100 (no interval) |" in text
+    assert "0.0000" not in text.replace("0.000032", "").replace("0.000030", "").replace("0.000035", "")
+
+
+def test_one_head_is_one(report: dict[str, Any]) -> None:
+    report["head_alignment"]["keys"].update(heads=1, before=1.0, after=1.0)
+    text = card.render(report)
+    assert "- Keys, 1 head of 6 channels: there is no second head to compare it with." in text
+    assert "1 heads" not in text
+
+
+def test_a_local_folder_is_not_linked_to_the_hub(report: dict[str, Any]) -> None:
+    report["source"].update(commit="", repo="My-model")
+    text = card.render(report)
+    assert "huggingface.co" not in text
+    assert "The model of a local folder, My-model" in text
+    front = yaml.safe_load(split(text)[0])
+    assert "base_model" not in front
+    assert "base_model_relation" not in front
+    ModelCard(text, ignore_metadata_errors=False)
+
+
+@pytest.mark.parametrize(
+    ("aim", "said"),
+    [
+        ({"max_kl": None, "ratio": 1.001}, "Asked for was a ratio of 1.001; the finest step that is searched already"),
+        ({"max_kl": None, "ratio": 11.5}, None),
+        ({"max_kl": 0.5, "ratio": None}, "Asked for was a mean KL of at most 0.5; the coarsest step that is searched"),
+        ({"max_kl": 0.016, "ratio": None}, None),
+    ],
+)
+def test_an_aim_that_lies_beyond_the_steps_is_told(
+    report: dict[str, Any], aim: dict[str, float | None], said: str | None
+) -> None:
+    report["codec"]["target"] = aim
+    text = card.render(report)
+    assert ("Asked for was" in text) == (said is not None)
+    assert said is None or said in text
+
+
+def test_windows_that_were_added_for_a_domain_are_told(report: dict[str, Any]) -> None:
+    report["validation"].update(windows_asked=1, windows=2)
+    assert "2 windows where 1 was asked for: every domain takes one at least" in card.render(report)
+
+
+def test_tokens_that_see_nothing_coded_are_told(report: dict[str, Any]) -> None:
+    quality = report["resident"]["quality"]
+    quality["scored_from"] = 256
+    assert "from position 256 on are scored: the first that see a page of codes" in card.render(report)
+    quality["scored_from"] = 128
+    assert "from position 128 on are scored, of which some or all see no page" in card.render(report)

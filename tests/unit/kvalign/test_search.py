@@ -58,8 +58,9 @@ def test_a_quality_target_is_met_close_by(kl: float, slope: float, start: int, t
 def test_a_size_target_is_met_close_by(ratio: float, slope: float, start: int, target: float) -> None:
     curve = Curve(ratio=ratio, ratio_slope=slope)
     if curve.at(BOUNDS[1])[1] < target:
-        with pytest.raises(ConfigInvalid, match=f"ratio {target:g} cannot be reached"):
+        with pytest.raises(ConfigInvalid, match=f"ratio {target:g} cannot be reached") as caught:
             search_step(curve, Target(None, target), start=start, bounds=BOUNDS)
+        assert caught.value.remedy.startswith("Ask for a ratio of at most ")
         return
     best, *_ = search_step(curve, Target(None, target), start=start, bounds=BOUNDS)
     assert len(curve.asked) <= 10
@@ -102,7 +103,7 @@ def test_no_distance_at_all_is_a_distance() -> None:
 def test_a_refusal_names_the_nearest_that_was_found() -> None:
     with pytest.raises(ConfigInvalid, match=r"gives ratio 19\.\d+ at KL") as caught:
         search_step(Curve(), Target(None, 40), start=0, bounds=(-20, 19))
-    assert "smaller ratio" in caught.value.remedy
+    assert "Ask for a ratio of at most 19" in caught.value.remedy
 
 
 def test_measurements_split_by_domain_and_add_up() -> None:

@@ -8,7 +8,9 @@ import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
+from kvalign.report.schema import Carried
 from kvalign.report.source_card import carried_fields
 
 
@@ -173,3 +175,10 @@ def _check_plain(found: dict[str, Any]) -> None:
         assert all(isinstance(part, str | bool) for part in parts)
         assert not any(isinstance(part, datetime.date) for part in parts)
     yaml.safe_dump(found)
+
+
+def test_characters_that_steer_or_cannot_be_written_are_not_carried(tmp_path: Path) -> None:
+    texts = ('license_name: "a\\e[31mb\\ud800"', 'extra_gated_prompt: "one\\ntwo\\u202e"', 'language: ["\\x07"]')
+    found = carried(tmp_path, "\n".join((*texts, "extra_gated_x y: z")))
+    assert found == {"license_name": "a?[31mb?", "extra_gated_prompt": "one\ntwo?", "language": ["?"]}
+    TypeAdapter(Carried).validate_python(found, strict=True)

@@ -21,7 +21,6 @@ from kvalign.text import (
     evaluation_windows,
     fingerprint,
     read_documents,
-    refuse_overlap,
     token_sequences,
 )
 
@@ -262,26 +261,3 @@ def test_fingerprints_ignore_order_and_see_every_change() -> None:
     assert fingerprint(members) == fingerprint(members[::-1])
     assert fingerprint(members) != fingerprint(members[1:])
     assert fingerprint(members) != fingerprint([*members[1:], Document("a", members[0].text + " ")])
-
-
-LONG = " ".join(f"word{number}" for number in range(80))
-
-
-@pytest.mark.parametrize(
-    ("validation", "found"),
-    [
-        ("Another text.", False),
-        ("one  SHORT\ntext", True),  # spaces and cases hide nothing
-        (LONG[100:400], True),  # a part of a document
-        (LONG[100:140], False),  # a phrase
-        (LONG[100:400] + " and more", False),
-    ],
-)
-def test_text_that_was_calibrated_on_is_refused_by_name(validation: str, found: bool) -> None:
-    calibration = [Document("prose", "One short text"), Document("verse", f"Before. {LONG} After.")]
-    held_out = [Document("law", "Something else."), Document("law", validation)]
-    if not found:
-        refuse_overlap(calibration, held_out)
-        return
-    with pytest.raises(DatasetInvalid, match=r"A document of 'law' is in the calibration text too, in '(prose|verse)'"):
-        refuse_overlap(calibration, held_out)
