@@ -1,24 +1,17 @@
-"""Tells who is asking: the Hub account behind a bearer token. Must not keep, log or show a token.
+"""Tells who is asking: the Hub account behind a bearer token. Must not keep, log or show a token."""
 
-What is remembered is the account under an HMAC of the token with a key that only this process has.
-"""
-
-import hashlib
-import hmac
 import re
-import secrets
-import threading
-import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from anyio import to_thread
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from service.errors import RequestRefused
-from worker.hub import TokenInvalid
+from service.memory import ShortMemory
+from worker.hub import Account, TokenInvalid
 
 _TOKEN = re.compile(r"^[\x21-\x7e]{1,512}$")
 
@@ -34,42 +27,34 @@ class Caller:
 
 
 class Accounts:
-    """Account names by token, asked of the Hub at most once in ttl_s for each token.
+    """Accounts by token, asked of the Hub at most once in ttl_s for each token.
 
-    whoami  token -> account name; raises when the Hub refuses the token or does not answer. A failure is not
+    whoami  token -> account; raises when the Hub refuses the token or does not answer. A failure is not
             remembered, so a token that was just made valid works at once.
     """
 
-    def __init__(self, whoami: Callable[[str], str], *, ttl_s: float, capacity: int = 4096) -> None:
+    def __init__(self, whoami: Callable[[str], Account], *, ttl_s: float, capacity: int = 4096) -> None:
         self._whoami = whoami
-        self._ttl_s = ttl_s
-        self._capacity = capacity
-        self._key = secrets.token_bytes(32)
-        self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._known = ShortMemory[Account](ttl_s=ttl_s, capacity=capacity)
+
+    def account(self, token: str) -> Account:
+        return self._known.recall(token, "", lambda: self._whoami(token))
+
+    def remembered(self, token: str) -> Account | None:
+        """Without asking anybody."""
+        return self._known.remembered(token, "")
 
     def name(self, token: str) -> str:
-        mark = hmac.digest(self._key, token.encode(), hashlib.sha256)
-        with self._lock:
-            name, until = self._known.get(mark, ("", 0.0))
-        if until > time.monotonic():
-            return name
-        name = self._whoami(token)
-        with self._lock:
-            self._known[mark] = (name, time.monotonic() + self._ttl_s)
-            self._known.move_to_end(mark)
-            while len(self._known) > self._capacity:
-                self._known.popitem(last=False)
-        return name
+        return self.account(token).name
 
 
 _bearer = HTTPBearer(auto_error=False, description="a token of the caller's Hub account")
 
 
-def current_caller(
+async def current_caller(
     request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Caller:
-    """The caller of this request. Blocks while the Hub is asked: FastAPI runs it in a thread."""
+    """The caller of this request. A thread is used where the Hub has to be asked."""
     if credentials is None:
         raise RequestRefused(401, "token_missing", "The request carries no bearer token.", _REMEDY)
     token = credentials.credentials.strip()
@@ -77,7 +62,10 @@ def current_caller(
         raise RequestRefused(401, "token_invalid", "The bearer token is not a Hub token.", _REMEDY)
     accounts: Accounts = request.app.state.parts.accounts
     try:
-        caller = Caller(tenant=accounts.name(token), token=token)
+        account = accounts.remembered(token)
+        if account is None:
+            account = await to_thread.run_sync(accounts.account, token)
+        caller = Caller(tenant=account.name, token=token)
     except TokenInvalid as error:
         raise RequestRefused(401, "token_invalid", error.message, _REMEDY) from None
     request.state.tenant = caller.tenant

@@ -11,7 +11,7 @@ from service.auth import Caller
 from service.wiring import ServiceParts
 from worker.app import enqueue
 from worker.jobs import Job
-from worker.preflight import preflight
+from worker.preflight import Preflight, preflight
 from worker.store import Submission
 
 log = logging.getLogger(__name__)
@@ -25,12 +25,12 @@ def submit_job(
     Raises ConfigInvalid, the errors of the source, the target and the Hub, IdempotencyConflict, QuotaExceeded.
     """
     check_config(config)
-    known = wiring.store.earlier(caller.tenant, config, source_commit=None, idempotency_key=idempotency_key)
-    if known is not None:
-        return _found(known)
-    # Disk and memory are the worker's to judge, which may be another machine.
-    checked = preflight(wiring.hub(caller.token), config)
-    if checked.source is not None:
+    if idempotency_key is not None:
+        known = wiring.store.earlier(caller.tenant, config, source_commit=None, idempotency_key=idempotency_key)
+        if known is not None:
+            return _found(known)
+    checked = preflight_of(wiring, caller, config)
+    if checked.source is not None and checked.first_error() is not None:
         # A job that is publishing already holds the target: a repeat of its request is that job, not a conflict.
         commit = checked.source.commit
         twin = wiring.store.earlier(caller.tenant, config, source_commit=commit, idempotency_key=idempotency_key)
@@ -48,6 +48,11 @@ def submit_job(
         return _found(submission.job)
     _note("job submitted", submission.job)
     return submission
+
+
+def preflight_of(wiring: ServiceParts, caller: Caller, config: ConversionConfig) -> Preflight:
+    """Everything that can be known here; disk and memory are the worker's to judge, which may be another machine."""
+    return preflight(wiring.hub(caller.token), config, lookup=wiring.sources.lookup(caller.token))
 
 
 def retry_job(wiring: ServiceParts, caller: Caller, job_id: str) -> Job:

@@ -8,6 +8,8 @@ from celery import Celery
 from fastapi import Depends, Path, Request
 
 from service.auth import Accounts
+from service.known_sources import KnownSources
+from service.news import News
 from service.settings import ServiceSettings
 from service.streams import Streams
 from worker.app import create_celery
@@ -22,16 +24,20 @@ _ID = re.compile(r"^[a-z0-9_]{1,64}$", re.ASCII)
 
 @dataclass(frozen=True)
 class ServiceParts:
-    """accounts and streams live in memory; everything that must last is in the store."""
+    """accounts, sources and streams live in memory; everything that must last is in the store."""
 
     settings: ServiceSettings
     store: JobStore
     celery: Celery
     accounts: Accounts
     streams: Streams
+    sources: KnownSources
+    news: News
 
     def hub(self, token: str) -> Hub:
-        return _hub(self.settings, token)
+        """The Hub as one caller sees it, asked with little patience: a person waits for the answer."""
+        account = self.accounts.account(token)
+        return Hub(self.settings.hub_endpoint, token, pauses_s=HUB_PAUSES_S, account=account)
 
     def close(self) -> None:
         self.store.close()
@@ -40,31 +46,30 @@ class ServiceParts:
 
 def wire(settings: ServiceSettings) -> ServiceParts:
     """Open the database (bringing its tables up to date) and prepare the rest; connects to nothing else."""
+    store = JobStore.open(
+        settings.database, settings.secret_key.get_secret_value(), alive_limit=settings.alive_per_tenant
+    )
     return ServiceParts(
         settings=settings,
-        store=JobStore.open(
-            settings.database, settings.secret_key.get_secret_value(), alive_limit=settings.alive_per_tenant
-        ),
+        store=store,
         celery=create_celery(settings),
-        accounts=Accounts(lambda token: Hub(settings.hub_endpoint, token).whoami().name, ttl_s=settings.whoami_cache_s),
+        accounts=Accounts(lambda token: Hub(settings.hub_endpoint, token).whoami(), ttl_s=settings.whoami_cache_s),
         streams=Streams(settings.streams_per_tenant, STREAM_THREADS),
+        sources=KnownSources(source_ttl_s=settings.source_cache_s),
+        news=News(store.last_events, every_s=settings.sse_poll_s),
     )
 
 
-def _hub(settings: ServiceSettings, token: str) -> Hub:
-    """The Hub as one caller sees it, asked with little patience: a person waits for the answer."""
-    return Hub(settings.hub_endpoint, token, pauses_s=HUB_PAUSES_S)
-
-
-def _parts(request: Request) -> ServiceParts:
+async def _parts(request: Request) -> ServiceParts:
     parts: ServiceParts = request.app.state.parts
     return parts
 
 
+# Coroutines, these dependencies: FastAPI would send plain functions through a thread each.
 Wiring = Annotated[ServiceParts, Depends(_parts)]
 
 
-def _job_id(job_id: Annotated[str, Path(description="as POST /v1/jobs returned it")]) -> str:
+async def _job_id(job_id: Annotated[str, Path(description="as POST /v1/jobs returned it")]) -> str:
     """An id that cannot be one is unknown like any other, and never reaches SQL."""
     if not _ID.match(job_id):
         raise JobNotFound("There is no such job of yours.", "Check the id.")

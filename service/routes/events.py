@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated
 
-import anyio
 from anyio import to_thread
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import JSONResponse
@@ -78,9 +77,7 @@ class _Follower:
 
     def read(self, limit: int = PAGE) -> list[JobEvent]:
         """What happened since the last call. Blocks on SQL; raises JobNotFound."""
-        # The state first: when it is final already, the events read after it are the last ones.
-        alive = self.wiring.store.get(self.job_id, tenant=self.tenant).state.alive
-        found = self.wiring.store.events(self.job_id, tenant=self.tenant, after=self.after, limit=limit + 1)
+        found, alive = self.wiring.store.follow(self.job_id, tenant=self.tenant, after=self.after, limit=limit + 1)
         news = found[:limit]
         self.after = news[-1].sequence if news else self.after
         self.more_stored = len(found) > limit
@@ -89,7 +86,7 @@ class _Follower:
 
 
 async def _stream(follower: _Follower, news: list[JobEvent]) -> AsyncIterator[ServerSentEvent]:
-    """Streams poll in threads of their own, so that many of them cannot starve the other routes."""
+    """Streams read in threads of their own, so that many of them cannot starve the other routes."""
     wiring = follower.wiring
     with wiring.streams.open(follower.tenant):
         while True:
@@ -99,5 +96,5 @@ async def _stream(follower: _Follower, news: list[JobEvent]) -> AsyncIterator[Se
             if follower.ended:
                 return
             if not follower.more_stored:
-                await anyio.sleep(wiring.settings.sse_poll_s)
+                await wiring.news.after(follower.job_id, follower.after)
             news = await to_thread.run_sync(follower.read, limiter=wiring.streams.threads)

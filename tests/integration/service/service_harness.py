@@ -22,6 +22,7 @@ from worker.store import JobStore
 
 ROOT = Path(__file__).resolve().parents[3]
 ALICE, BOB, READER = "hf_alice_canary", "hf_bob_canary", "hf_reader_canary"
+CAROL = "hf_carol_canary"
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
