@@ -9,6 +9,7 @@ convert what is submitted.
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -67,6 +68,7 @@ QUICK = Setup(1000, 5, 5, 20.0, 1.0, 1.0, 2, 1.0, 20, 1.0, 40.0, 1.0)
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that every process started here is ended
     arguments = _arguments()
     setup = QUICK if arguments.quick else Setup()
     databases = {}
