@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,17 +16,16 @@ from typing import Any
 _PACKAGES = ("kvalign", "torch", "transformers", "numba", "numpy", "safetensors", "constriction", "zstandard")
 
 
-def describe() -> dict[str, Any]:
-    """Hardware, commit and versions of this run."""
-    import torch
-
+def describe(packages: Sequence[str] = _PACKAGES) -> dict[str, Any]:
+    """Hardware, commit and versions of this run; torch's threads where it computes."""
+    torch = sys.modules.get("torch")
     return {
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "hardware": {
             "cpu": _cpu(),
             "usable_cores": len(os.sched_getaffinity(0)),
-            "torch_threads": torch.get_num_threads(),
+            **({"torch_threads": torch.get_num_threads()} if torch else {}),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             # Other work on the machine shows here: timings are to be read as ratios within one run.
             "load_1min": round(os.getloadavg()[0], 2),
@@ -34,7 +33,7 @@ def describe() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "os": f"{platform.system()} {platform.machine()}",
-            **{name: version for name in _PACKAGES if (version := _version(name))},
+            **{name: version for name in packages if (version := _version(name))},
         },
     }
 

@@ -1,26 +1,19 @@
-"""Tells who is asking: the Hub account behind a bearer token. Must not keep, log or show a token.
+"""Tells who is asking: the Hub account behind a bearer token. Must not keep, log or show a token."""
 
-What is remembered is the account under an HMAC of the token with a key that only this process has.
-"""
-
-import hashlib
-import hmac
 import re
-import secrets
-import threading
-import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from anyio import to_thread
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from service.audit import refusals_noted
 from service.errors import RequestRefused
+from service.memory import ShortMemory
 from service.rate_limits import RateLimits, address_key
-from worker.hub import TokenInvalid
+from worker.hub import Account, TokenInvalid
 from worker.jobs import Origin
 from worker.tracing import current_traceparent
 
@@ -45,64 +38,51 @@ class Caller:
 
 
 class Accounts:
-    """Account names by token, asked of the Hub at most once in ttl_s for each token.
+    """Accounts by token, asked of the Hub at most once in ttl_s for each token.
 
-    whoami  token -> account name; raises when the Hub refuses the token or does not answer. A failure is not
+    whoami  token -> account; raises when the Hub refuses the token or does not answer. A failure is not
             remembered, so a token that was just made valid works at once.
     """
 
-    def __init__(self, whoami: Callable[[str], str], *, ttl_s: float, capacity: int = 4096) -> None:
+    def __init__(self, whoami: Callable[[str], Account], *, ttl_s: float, capacity: int = 4096) -> None:
         self._whoami = whoami
-        self._ttl_s = ttl_s
-        self._capacity = capacity
-        self._key = secrets.token_bytes(32)
-        self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._known = ShortMemory[Account](ttl_s=ttl_s, capacity=capacity)
 
-    def remembered(self, token: str) -> str | None:
-        """The account of a token that was asked about lately."""
-        with self._lock:
-            name, until = self._known.get(self._mark(token), ("", 0.0))
-        return name if until > time.monotonic() else None
+    def account(self, token: str) -> Account:
+        return self._known.recall(token, "", lambda: self._whoami(token))
+
+    def remembered(self, token: str) -> Account | None:
+        """Without asking anybody."""
+        return self._known.remembered(token, "")
 
     def name(self, token: str) -> str:
-        """Raises what whoami raises."""
-        known = self.remembered(token)
-        if known is not None:
-            return known
-        name = self._whoami(token)
-        mark = self._mark(token)
-        with self._lock:
-            self._known[mark] = (name, time.monotonic() + self._ttl_s)
-            self._known.move_to_end(mark)
-            while len(self._known) > self._capacity:
-                self._known.popitem(last=False)
-        return name
-
-    def _mark(self, token: str) -> bytes:
-        return hmac.digest(self._key, token.encode(errors="surrogatepass"), hashlib.sha256)
+        return self.account(token).name
 
 
 _bearer = HTTPBearer(auto_error=False, description="a token of the caller's Hub account")
 
 
-def authenticated(
+async def authenticated(
     request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Caller:
-    """Whose request this is. Blocks while the Hub is asked: FastAPI runs it in a thread."""
+    """Whose request this is. A thread is used where the Hub has to be asked."""
     if credentials is None:
         raise RequestRefused(401, "token_missing", "The request carries no bearer token.", _REMEDY)
     address = request.client.host if request.client else ""
     origin = Origin(request.state.request_id, address, current_traceparent())
     parts = request.app.state.parts
     token = credentials.credentials.strip()
-    tenant = parts.accounts.remembered(token)
-    if tenant is None:
-        parts.rate_limits.check(FAILED_LOGINS, address_key(origin.address))
-        with refusals_noted(parts.store, origin, "login", tenant=None, of=LoginRefused):
-            tenant = _account(parts, origin, token)
+    account = parts.accounts.remembered(token)
+    tenant = account.name if account else await to_thread.run_sync(_signed_in, parts, origin, token)
     request.state.tenant = tenant
     return Caller(tenant, token, origin)
+
+
+def _signed_in(parts: Any, origin: Origin, token: str) -> str:
+    """The account behind a token that nobody has asked about lately; a refusal is noted."""
+    parts.rate_limits.check(FAILED_LOGINS, address_key(origin.address))
+    with refusals_noted(parts.store, origin, "login", tenant=None, of=LoginRefused):
+        return _account(parts, origin, token)
 
 
 def _account(parts: Any, origin: Origin, token: str) -> str:
@@ -119,16 +99,17 @@ def _account(parts: Any, origin: Origin, token: str) -> str:
     raise LoginRefused(401, "token_invalid", reason, _REMEDY)
 
 
-def spend(request: Request, caller: Caller, budget: str) -> Caller:
+async def spend(request: Request, caller: Caller, budget: str) -> Caller:
     """Counts the request; the answer tells what is left (service.middleware). Raises RequestRefused (429)."""
     limits: RateLimits = request.app.state.parts.rate_limits
-    request.state.standing = limits.spend(budget, caller.tenant)
+    if limits.holds(budget):
+        request.state.standing = await to_thread.run_sync(limits.spend, budget, caller.tenant)
     return caller
 
 
-def _spending(budget: str) -> Callable[..., Caller]:
-    def caller(request: Request, caller: Annotated[Caller, Depends(authenticated)]) -> Caller:
-        return spend(request, caller, budget)
+def _spending(budget: str) -> Callable[..., Awaitable[Caller]]:
+    async def caller(request: Request, caller: Annotated[Caller, Depends(authenticated)]) -> Caller:
+        return await spend(request, caller, budget)
 
     return caller
 

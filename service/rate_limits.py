@@ -76,6 +76,10 @@ class RateLimits:
         self._lock = threading.Lock()
         self._away_until = -math.inf
 
+    def holds(self, budget: str) -> bool:
+        """Whether there is a limit that Redis would have to be asked about."""
+        return budget in self._items and time.monotonic() >= self._away_until
+
     def spend(self, budget: str, key: str) -> Standing | None:
         """Count a request. None when there is no limit, or none can be told now. Raises RateLimited."""
         return self._ask(budget, key, cost=1)

@@ -15,6 +15,7 @@ class ServiceSettings(WorkerSettings):
 
     body_limit_bytes      of a request
     whoami_cache_s        how long an account is remembered for a token
+    source_cache_s        how long submissions believe where a source's revision points, and that they may read it
     worker_seen_within_s  /readyz counts a worker that was seen this lately
     sse_poll_s            seconds between two looks for news of a job
     sse_keepalive_s       seconds of silence after which a stream sends a comment
@@ -34,6 +35,7 @@ class ServiceSettings(WorkerSettings):
     port: int = Field(default=8400, ge=1, le=65535)
     body_limit_bytes: int = Field(default=64 * 1024, ge=1024)
     whoami_cache_s: float = Field(default=60.0, ge=0, le=3600)
+    source_cache_s: float = Field(default=5.0, ge=0, le=60)
     worker_seen_within_s: float = Field(default=30.0, gt=0)
     sse_poll_s: float = Field(default=0.5, gt=0)
     sse_keepalive_s: float = Field(default=15.0, gt=0)

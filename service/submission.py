@@ -13,7 +13,7 @@ from service.webhooks.address import resolve_endpoint
 from service.wiring import ServiceParts
 from worker.app import enqueue
 from worker.jobs import Job
-from worker.preflight import preflight
+from worker.preflight import Preflight, preflight
 from worker.store import Submission
 
 log = logging.getLogger(__name__)
@@ -37,12 +37,12 @@ def _submitted(
     wiring: ServiceParts, caller: Caller, config: ConversionConfig, idempotency_key: str | None
 ) -> Submission:
     check_config(wiring, config)
-    known = wiring.store.earlier(caller.tenant, config, source_commit=None, idempotency_key=idempotency_key)
-    if known is not None:
-        return _found(known)
-    # Disk and memory are the worker's to judge, which may be another machine.
-    checked = preflight(wiring.hub(caller.token), config)
-    if checked.source is not None:
+    if idempotency_key is not None:
+        known = wiring.store.earlier(caller.tenant, config, source_commit=None, idempotency_key=idempotency_key)
+        if known is not None:
+            return _found(known)
+    checked = preflight_of(wiring, caller, config)
+    if checked.source is not None and checked.first_error() is not None:
         # A job that is publishing already holds the target: a repeat of its request is that job, not a conflict.
         commit = checked.source.commit
         twin = wiring.store.earlier(caller.tenant, config, source_commit=commit, idempotency_key=idempotency_key)
@@ -61,6 +61,11 @@ def _submitted(
         return _found(submission.job)
     _tell(caller, "submit", submission.job)
     return submission
+
+
+def preflight_of(wiring: ServiceParts, caller: Caller, config: ConversionConfig) -> Preflight:
+    """Everything that can be known here; disk and memory are the worker's to judge, which may be another machine."""
+    return preflight(wiring.hub(caller.token), config, lookup=wiring.sources.lookup(caller.token))
 
 
 def retry_job(wiring: ServiceParts, caller: Caller, job_id: str) -> Job:

@@ -8,6 +8,8 @@ from celery import Celery
 from fastapi import Depends, Path, Request
 
 from service.auth import FAILED_LOGINS, READS, SUBMISSIONS, Accounts
+from service.known_sources import KnownSources
+from service.news import News
 from service.rate_limits import RateLimits
 from service.settings import ServiceSettings
 from service.streams import Streams
@@ -26,7 +28,7 @@ _ID = re.compile(r"^[a-z0-9_]{1,64}$", re.ASCII)
 
 @dataclass(frozen=True)
 class ServiceParts:
-    """accounts and streams live in memory; everything that must last is in the store."""
+    """accounts, sources and streams live in memory; everything that must last is in the store."""
 
     settings: ServiceSettings
     store: JobStore
@@ -35,9 +37,13 @@ class ServiceParts:
     streams: Streams
     sender: Sender
     rate_limits: RateLimits
+    sources: KnownSources
+    news: News
 
     def hub(self, token: str) -> Hub:
-        return _hub(self.settings, token)
+        """The Hub as one caller sees it, asked with little patience: a person waits for the answer."""
+        account = self.accounts.account(token)
+        return Hub(self.settings.hub_endpoint, token, pauses_s=HUB_PAUSES_S, account=account)
 
     def close(self) -> None:
         self.sender.stop()
@@ -55,7 +61,7 @@ def wire(settings: ServiceSettings) -> ServiceParts:
         settings=settings,
         store=store,
         celery=create_celery(settings),
-        accounts=Accounts(lambda token: Hub(settings.hub_endpoint, token).whoami().name, ttl_s=settings.whoami_cache_s),
+        accounts=Accounts(lambda token: Hub(settings.hub_endpoint, token).whoami(), ttl_s=settings.whoami_cache_s),
         streams=Streams(settings.streams_per_tenant, STREAM_THREADS),
         sender=Sender(
             Outbox(store.database, store.cipher),
@@ -71,23 +77,21 @@ def wire(settings: ServiceSettings) -> ServiceParts:
                 FAILED_LOGINS: settings.failed_logins_per_minute,
             },
         ),
+        sources=KnownSources(source_ttl_s=settings.source_cache_s),
+        news=News(store.last_events, every_s=settings.sse_poll_s),
     )
 
 
-def _hub(settings: ServiceSettings, token: str) -> Hub:
-    """The Hub as one caller sees it, asked with little patience: a person waits for the answer."""
-    return Hub(settings.hub_endpoint, token, pauses_s=HUB_PAUSES_S)
-
-
-def _parts(request: Request) -> ServiceParts:
+async def _parts(request: Request) -> ServiceParts:
     parts: ServiceParts = request.app.state.parts
     return parts
 
 
+# Coroutines, these dependencies: FastAPI would send plain functions through a thread each.
 Wiring = Annotated[ServiceParts, Depends(_parts)]
 
 
-def _job_id(job_id: Annotated[str, Path(description="as POST /v1/jobs returned it")]) -> str:
+async def _job_id(job_id: Annotated[str, Path(description="as POST /v1/jobs returned it")]) -> str:
     """An id that cannot be one is unknown like any other, and never reaches SQL."""
     if not _ID.match(job_id):
         raise JobNotFound("There is no such job of yours.", "Check the id.")

@@ -1,7 +1,8 @@
 """Opens the database, brings its tables up to date and hands out transactions; knows no rule about jobs.
 
 SQLite runs in WAL mode with one writer at a time: a writing transaction takes the write lock at its beginning
-(BEGIN IMMEDIATE), because one that first reads and then writes would fail at once instead of waiting.
+(BEGIN IMMEDIATE), because one that first reads and then writes would fail at once instead of waiting. Who waits for
+another process sleeps up to a tenth of a second at a time, so the threads of one process take turns before that.
 PostgreSQL runs READ COMMITTED; code locks the rows it changes, and names an advisory lock where it decides
 something over many rows.
 """
@@ -9,6 +10,7 @@ something over many rows.
 import fcntl
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +36,7 @@ _NOTICE_A_DEAD_PEER = {  # or a network that swallows packets holds up a query f
     "keepalives_count": 3,
     "tcp_user_timeout": 25_000,
 }
+POOL_SIZE = 20
 AWAY: tuple[type[DBAPIError], ...] = (OperationalError, InterfaceError)
 """What is raised while the database does not answer: asking again later may help."""
 
@@ -65,6 +68,7 @@ class Database:
         self._reader = engine
         self._writer = engine.execution_options(kvalign_write=True)
         self.is_postgresql = engine.dialect.name == "postgresql"
+        self._turn: AbstractContextManager[Any] = nullcontext() if self.is_postgresql else threading.Lock()
 
     @classmethod
     def open(cls, url: str) -> "Database":
@@ -91,7 +95,7 @@ class Database:
     @contextmanager
     def write(self, *, lock: str | None = None) -> Iterator[Session]:
         """A writing transaction, committed on leaving; `lock` names what it alone may decide meanwhile."""
-        with Session(self._writer) as session, session.begin():
+        with self._turn, Session(self._writer) as session, session.begin():
             if lock is not None and self.is_postgresql:
                 session.execute(select(func.pg_advisory_xact_lock(_lock_number(lock))))
             yield session
@@ -152,9 +156,11 @@ def _engine(url: URL) -> Engine:
 
 
 def _options(url: URL) -> dict[str, Any]:
+    """As many connections are kept as are used at once: one beyond `pool_size` is closed after each transaction."""
     if url.get_backend_name() == "sqlite":
-        return {"connect_args": {"timeout": BUSY_TIMEOUT_S}}
-    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10, **_NOTICE_A_DEAD_PEER}}
+        return {"pool_size": POOL_SIZE, "connect_args": {"timeout": BUSY_TIMEOUT_S}}
+    patience = {"connect_timeout": 10, **_NOTICE_A_DEAD_PEER}
+    return {"pool_size": POOL_SIZE, "pool_pre_ping": True, "connect_args": patience}
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:

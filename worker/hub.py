@@ -32,10 +32,16 @@ _DATASET_LIMIT_BYTES = 2_000_000_000
 
 
 class Hub:
-    """One account's view of one Hub. An empty token is anonymous: it may read public repos only."""
+    """One account's view of one Hub. An empty token is anonymous: it may read public repos only.
 
-    def __init__(self, endpoint: str, token: str, *, pauses_s: tuple[float, ...] = RETRY_PAUSES_S) -> None:
+    account  whose token it is, where that is known already; else the Hub is asked when it matters
+    """
+
+    def __init__(
+        self, endpoint: str, token: str, *, pauses_s: tuple[float, ...] = RETRY_PAUSES_S, account: Account | None = None
+    ) -> None:
         self._client = HubClient(endpoint, token, pauses_s)
+        self._known_account = account
 
     @property
     def endpoint(self) -> str:
@@ -43,7 +49,7 @@ class Hub:
 
     def whoami(self) -> Account:
         """The account of the token, asked once. Raises TokenInvalid, HubUnavailable."""
-        return self._account
+        return self._known_account or self._account
 
     @cached_property
     def _account(self) -> Account:

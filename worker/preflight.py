@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvalign.builtin_text import check_builtin_text
-from kvalign.config import BUILTIN_DATASET, ConversionConfig, is_local_dataset
+from kvalign.config import BUILTIN_DATASET, ConversionConfig, Source, is_local_dataset
 from kvalign.errors import ConfigInvalid, DiskFull, HubUnavailable, KvalignError, OutOfMemory, from_code
 from kvalign.source import (
     ModelSizes,
@@ -89,6 +89,30 @@ class Preflight:
         return self.source, self.estimate
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the files of a source say at one commit, whatever is to be made of them.
+
+    sizes, weights, download_bytes  None when a check that they need failed
+    """
+
+    checks: tuple[Check, ...]
+    sizes: ModelSizes | None
+    weights: WeightFacts | None
+    download_bytes: int | None
+
+
+class Lookup:
+    """Where preflight learns of a source: here from the Hub, each time anew."""
+
+    def source(self, hub: Hub, source: Source) -> SourceInfo:
+        """Raises as Hub.source does."""
+        return hub.source(source.repo, source.revision)
+
+    def model(self, hub: Hub, source: SourceInfo) -> ModelFacts:
+        return inspect_model(hub.files(source))
+
+
 def preflight(
     hub: Hub,
     config: ConversionConfig,
@@ -97,6 +121,7 @@ def preflight(
     *,
     job_id: str | None = None,
     target_created: bool = False,
+    lookup: Lookup | None = None,
 ) -> Preflight:
     """Ask everything there is to ask, and report every answer.
 
@@ -104,15 +129,17 @@ def preflight(
     memory_bytes     what the converting process may hold; None = not known here
     job_id           of the job that is about to run, whose own target is not in its way; None = no job yet
     target_created   the job began to make its target before (see Hub.publish)
+    lookup           may remember what it was told of sources; None asks the Hub
     Raises HubUnavailable, since then nothing can be known. Cost: about ten requests, and one a weight file.
     """
     answers = _Answers()
     answers.ask("account", lambda: _account(hub))
-    source = answers.ask("source", lambda: _source(hub, config))
+    found = lookup or Lookup()
+    source = answers.ask("source", lambda: _source(found.source(hub, config.source)))
     estimate = None
     if source is not None:
         answers.ask("licence", lambda: _licence(source))
-        estimate = _model(answers, hub.files(source), config)
+        estimate = _model(answers, found.model(hub, source), config)
     if estimate is not None:
         answers.ask("disk", lambda: _disk(estimate, free_disk_bytes))
         answers.ask("memory", lambda: _memory(estimate, memory_bytes))
@@ -150,8 +177,7 @@ def _account(hub: Hub) -> tuple[str, str]:
     return account.name, f"The token belongs to {account.name}."
 
 
-def _source(hub: Hub, config: ConversionConfig) -> tuple[SourceInfo, str]:
-    source = hub.source(config.source.repo, config.source.revision)
+def _source(source: SourceInfo) -> tuple[SourceInfo, str]:
     kind = "private" if source.private else "gated, and open to this account" if source.gated else "public"
     return source, f"{source.repo} at {source.commit[:12]} is {kind}."
 
@@ -164,22 +190,30 @@ def _licence(source: SourceInfo) -> tuple[str, str]:
     )
 
 
-def _model(answers: _Answers, files: SourceFiles, config: ConversionConfig) -> Estimate | None:
-    """The checks of kvalign.source, each on its own, and the estimate when they found enough for one."""
+def inspect_model(files: SourceFiles) -> ModelFacts:
+    """The checks of kvalign.source, each on its own. Raises HubUnavailable."""
+    answers = _Answers()
     answers.ask("tokenizer", lambda: _tokenizer(files))
     settings = answers.ask("config", lambda: _config(files))
-    if settings is None:
+    sizes = found = None
+    if settings is not None:
+        answers.ask("architecture", lambda: _architecture(settings))
+        sizes = answers.ask("sizes", lambda: _sizes(settings))
+    if sizes is not None:
+        found = answers.ask("weights", lambda: _weights(files, sizes))
+    weights, download_bytes = found or (None, None)
+    return ModelFacts(tuple(answers.checks), sizes, weights, download_bytes)
+
+
+def _model(answers: _Answers, facts: ModelFacts, config: ConversionConfig) -> Estimate | None:
+    """What was found out about the model, whether the text suits it, and the estimate where enough is known."""
+    answers.checks += facts.checks
+    sizes = facts.sizes
+    if sizes is not None:
+        answers.ask("windows", lambda: _windows(config, sizes))
+    if sizes is None or facts.weights is None or facts.download_bytes is None:
         return None
-    answers.ask("architecture", lambda: _architecture(settings))
-    sizes = answers.ask("sizes", lambda: _sizes(settings))
-    if sizes is None:
-        return None
-    answers.ask("windows", lambda: _windows(config, sizes))
-    found = answers.ask("weights", lambda: _weights(files, sizes))
-    if found is None:
-        return None
-    facts, download_bytes = found
-    return estimated(facts, sizes, config, download_bytes)
+    return estimated(facts.weights, sizes, config, facts.download_bytes)
 
 
 def _config(files: SourceFiles) -> tuple[dict[str, Any], str]:

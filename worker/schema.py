@@ -105,6 +105,7 @@ class JobRow(Base):
     __table_args__ = (
         Index("ix_jobs_state_tenant", "state", "tenant"),
         Index("ix_jobs_tenant_id", "tenant", "id"),
+        Index("ix_jobs_tenant_state_id", "tenant", "state", "id"),
         Index("ix_jobs_tenant_claimed_at", "tenant", "claimed_at"),
         Index("ix_jobs_ended_updated_at", "updated_at", sqlite_where=has_ended, postgresql_where=has_ended),
         Index("uq_jobs_one_alive", "identity", unique=True, sqlite_where=_is_alive, postgresql_where=_is_alive),

@@ -8,12 +8,13 @@ import hashlib
 import json
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 from cryptography.fernet import MultiFernet
-from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy import ColumnElement, Table, bindparam, delete, func, insert, select
 from sqlalchemy.orm import Session
 
 from kvalign.config import ConversionConfig, Webhook
@@ -48,6 +49,23 @@ from worker.secret_key import cipher_of
 from worker.transitions import enter, locked
 
 _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"  # in order of character code, so that ids sort by time
+
+
+# Asked often, so made once: making a statement takes longer than asking it.
+_COUNT_ALIVE = select(func.count()).where(JobRow.tenant == bindparam("tenant"), JobRow.state.in_(ALIVE))
+_ALIVE_TWIN = select(JobRow).where(JobRow.identity == bindparam("identity"), JobRow.state.in_(ALIVE))
+_EVENTS = (
+    select(EventRow)
+    .where(EventRow.job_id == bindparam("job_id"), EventRow.sequence > bindparam("after"))
+    .order_by(EventRow.sequence)
+    .limit(bindparam("limit"))
+)
+_LAST_EVENTS = select(JobRow.id, JobRow.last_event).where(
+    JobRow.id.in_(bindparam("ids", expanding=True)), JobRow.state.in_(ALIVE)
+)
+_IDS_A_QUERY = 1000  # drivers bound the parameters of a statement
+_ORDER = queue_order()
+_PLACES = select(_ORDER.c.id, _ORDER.c.place).where(_ORDER.c.id.in_(bindparam("ids", expanding=True)))
 
 
 class JobNotFound(KvalignError):
@@ -138,12 +156,11 @@ class JobStore:
                 self._check_quota(session, tenant)
                 row = _new_row(tenant, body, identity, source_commit, at)
                 row.request_id, row.traceparent = origin.request_id, origin.traceparent
-                session.add(row)
-                session.flush()
-                session.add_all(LabelRow(job_id=row.id, key=k, value=v) for k, v in config.labels.items())
-                self._keep_token(session, row.id, token)
-                made = self._keep_webhook_secret(session, row.id, config.webhook)
                 enter(session, row, JobState.QUEUED, at)
+                _insert_job(session, row)
+                session.add_all(LabelRow(job_id=row.id, key=k, value=v) for k, v in config.labels.items())
+                session.add(self._token_row(row.id, token))
+                made = self._keep_webhook_secret(session, row.id, config.webhook)
                 note(session, at, origin, "submit", "queued", tenant=tenant, job_id=row.id)
             if idempotency_key is not None and earlier is None:
                 session.add(
@@ -155,7 +172,7 @@ class JobStore:
                         created_at=at,
                     )
                 )
-            return Submission(job_of(row), created, made)
+            return Submission(job_of(row, config if created else None), created, made)
 
     def get(self, job_id: str, *, tenant: str) -> Job:
         """Raises JobNotFound, for another tenant's job too."""
@@ -190,15 +207,33 @@ class JobStore:
 
     def events(self, job_id: str, *, tenant: str, after: int = 0, limit: int = 500) -> list[JobEvent]:
         """What happened after event number `after`, oldest first. Raises JobNotFound."""
-        query = (
-            select(EventRow)
-            .where(EventRow.job_id == job_id, EventRow.sequence > after)
-            .order_by(EventRow.sequence)
-            .limit(limit)
-        )
+        return self.follow(job_id, tenant=tenant, after=after, limit=limit)[0]
+
+    def follow(self, job_id: str, *, tenant: str, after: int, limit: int) -> tuple[list[JobEvent], bool]:
+        """As events(), and whether the job may get more of them than these and those stored behind them."""
+        wanted = {"job_id": job_id, "after": after, "limit": limit}
+        with self.database.read() as session:
+            # The state first: when it is final already, the events read after it are the last ones.
+            alive = JobState(_own_row(session, job_id, tenant).state).alive
+            return [_event_of(row) for row in session.scalars(_EVENTS, wanted)], alive
+
+    def newest_event(self, job_id: str, kind: str, *, tenant: str) -> JobEvent | None:
+        """The last event of a kind. Raises JobNotFound."""
+        query = select(EventRow).where(EventRow.job_id == job_id, EventRow.kind == kind)
         with self.database.read() as session:
             _own_row(session, job_id, tenant)
-            return [JobEvent(row.job_id, row.sequence, row.kind, row.at, row.data) for row in session.scalars(query)]
+            row = session.scalar(query.order_by(EventRow.sequence.desc()).limit(1))
+            return _event_of(row) if row is not None else None
+
+    def last_events(self, job_ids: Collection[str]) -> dict[str, int]:
+        """The number of the newest event of each job that has not ended, of any tenant: for those who were let in."""
+        ids = list(job_ids)
+        found: dict[str, int] = {}
+        with self.database.read() as session:
+            for start in range(0, len(ids), _IDS_A_QUERY):
+                some = {"ids": ids[start : start + _IDS_A_QUERY]}
+                found |= dict(session.execute(_LAST_EVENTS, some).all())
+        return found
 
     def request_cancel(self, job_id: str, *, tenant: str, origin: Origin = NO_ORIGIN) -> Job:
         """A queued job is canceled at once, a running one asked to stop; an ended one stays as it is."""
@@ -224,7 +259,7 @@ class JobStore:
             row.losses = 0
             row.error = None
             row.stage, row.done, row.total, row.unit = None, 0, 0, ""
-            self._keep_token(session, row.id, token)
+            session.merge(self._token_row(row.id, token))
             enter(session, row, JobState.QUEUED, at, retried=True)
             note(session, at, origin, "retry", "queued", tenant=tenant, job_id=job_id)
             return job_of(row)
@@ -261,11 +296,18 @@ class JobStore:
         with self.database.read() as session:
             return entries_of(session, tenant, after=after, limit=limit)
 
-    def place_in_queue(self, job_id: str) -> int | None:
-        """1 = next; None for a job that does not wait. Jobs of other tenants may still come between."""
-        order = queue_order()
+    def places_in_queue(self, job_ids: Collection[str]) -> dict[str, int]:
+        """1 = next; jobs that do not wait are left out. Jobs of other tenants may still come between.
+
+        One query, however many are asked for: it looks at the whole queue once.
+        """
+        if not job_ids:
+            return {}
         with self.database.read() as session:
-            return session.scalar(select(order.c.place).where(order.c.id == job_id))
+            return dict(session.execute(_PLACES, {"ids": list(job_ids)}).all())
+
+    def place_in_queue(self, job_id: str) -> int | None:
+        return self.places_in_queue([job_id]).get(job_id)
 
     def report_file(self, job_id: str, name: str, *, tenant: str) -> bytes:
         """Raises JobNotFound when the job, or that file of it, is not there."""
@@ -322,15 +364,15 @@ class JobStore:
             return job_of(row) if row is not None else None
 
     def _check_quota(self, session: Session, tenant: str) -> None:
-        alive = session.scalar(select(func.count()).where(JobRow.tenant == tenant, JobRow.state.in_(ALIVE)))
+        alive = session.scalar(_COUNT_ALIVE, {"tenant": tenant})
         if (alive or 0) >= self._alive_limit:
             raise QuotaExceeded(
                 f"You have {alive} jobs queued or running; the limit is {self._alive_limit}.",
                 "Wait for one to end, or cancel one.",
             )
 
-    def _keep_token(self, session: Session, job_id: str, token: str) -> None:
-        session.merge(TokenRow(job_id=job_id, ciphertext=self.cipher.encrypt(token.encode()).decode()))
+    def _token_row(self, job_id: str, token: str) -> TokenRow:
+        return TokenRow(job_id=job_id, ciphertext=self.cipher.encrypt(token.encode()).decode())
 
     def _keep_webhook_secret(self, session: Session, job_id: str, webhook: Webhook | None) -> str | None:
         """The secret if it had to be made."""
@@ -344,13 +386,13 @@ class JobStore:
         return made
 
 
-def job_of(row: JobRow) -> Job:
-    """The record of a row, as everyone outside SQL knows it."""
+def job_of(row: JobRow, config: ConversionConfig | None = None) -> Job:
+    """The record of a row, as everyone outside SQL knows it. `config` is the row's, where it is at hand already."""
     return Job(
         id=row.id,
         tenant=row.tenant,
         state=JobState(row.state),
-        config=ConversionConfig.model_validate(row.config),
+        config=config or ConversionConfig.model_validate(row.config),
         source_commit=row.source_commit,
         created_at=row.created_at,
         updated_at=row.updated_at,
@@ -362,6 +404,10 @@ def job_of(row: JobRow) -> Job:
         result=JobResult(**row.result) if row.result else None,
         origin=Origin(row.request_id, traceparent=row.traceparent),
     )
+
+
+def _event_of(row: EventRow) -> JobEvent:
+    return JobEvent(row.job_id, row.sequence, row.kind, row.at, row.data)
 
 
 def _cipher(secret_key: str) -> MultiFernet:
@@ -401,12 +447,12 @@ def _earlier_answer(session: Session, tenant: str, key: str | None, body: dict[s
 
 
 def _alive_twin(session: Session, identity: str) -> JobRow | None:
-    return session.scalar(select(JobRow).where(JobRow.identity == identity, JobRow.state.in_(ALIVE)))
+    return session.scalar(_ALIVE_TWIN, {"identity": identity})
 
 
 def _new_row(tenant: str, body: dict[str, Any], identity: str, source_commit: str, at: datetime) -> JobRow:
     return JobRow(
-        id=_new_id(),
+        id=new_job_id(time.time_ns()),
         tenant=tenant,
         state=JobState.QUEUED,
         config=body,
@@ -415,15 +461,29 @@ def _new_row(tenant: str, body: dict[str, Any], identity: str, source_commit: st
         created_at=at,
         updated_at=at,
         queued_at=at,
+        done=0,
+        total=0,
+        unit="",
         stage_seconds={},
         timestamps={},
+        attempts=0,
+        losses=0,
+        fencing=0,
         last_event=0,
+        log_events=0,
+        target_begun=False,
     )
 
 
-def _new_id() -> str:
+def _insert_job(session: Session, row: JobRow) -> None:
+    """One statement for the job as it stands, before the flush that writes what refers to it."""
+    table = cast(Table, JobRow.__table__)
+    session.connection().execute(insert(table), {name: getattr(row, name) for name in table.c.keys()})  # noqa: SIM118 - no mapping
+
+
+def new_job_id(time_ns: int) -> str:
     """48 bits of milliseconds, then 80 random ones: sorts by time, cannot be guessed."""
-    number = (time.time_ns() // 1_000_000 << 80) | secrets.randbits(80)
+    number = (time_ns // 1_000_000 << 80) | secrets.randbits(80)
     return "job_" + "".join(_BASE32[number >> shift & 31] for shift in range(125, -1, -5))
 
 

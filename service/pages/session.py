@@ -78,24 +78,24 @@ def cookie_name(request: Request) -> str:
     return "__Host-kvalign" if _is_https(request) else "kvalign"
 
 
-def page_caller(request: Request) -> Caller:
+async def page_caller(request: Request) -> Caller:
     """The caller of a page, checked and counted as one of the API is. Raises SignInNeeded, RequestRefused (429)."""
     sessions: Sessions = request.app.state.sessions
     token = sessions.opened(request.cookies.get(cookie_name(request), ""))
     if token is None:
         raise SignInNeeded("There is no session.", "Sign in.")
     try:
-        caller = caller_of(request, token)
+        caller = await caller_of(request, token)
     except RequestRefused as error:
         if error.status == 401:  # revoked since
             raise SignInNeeded(error.message, "Sign in again.") from None
         raise
-    return spend(request, caller, SUBMISSIONS if request.method == "POST" else READS)
+    return await spend(request, caller, SUBMISSIONS if request.method == "POST" else READS)
 
 
-def caller_of(request: Request, token: str) -> Caller:
+async def caller_of(request: Request, token: str) -> Caller:
     """Whose token it is. Raises RequestRefused (401) when the Hub does not know it, HubUnavailable."""
-    return authenticated(request, HTTPAuthorizationCredentials(scheme="Bearer", credentials=token))
+    return await authenticated(request, HTTPAuthorizationCredentials(scheme="Bearer", credentials=token))
 
 
 PageCaller = Annotated[Caller, Depends(page_caller)]

@@ -12,10 +12,10 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/login")
-def login_page(request: Request, wiring: Wiring, next: str = "/") -> Response:  # noqa: A002 - its name in the URL
+async def login_page(request: Request, wiring: Wiring, next: str = "/") -> Response:  # noqa: A002 - its name in the URL
     """A cross-site link arrives without the cookie, so that who is signed in can go on with one click."""
     try:
-        page_caller(request)
+        await page_caller(request)
     except SignInNeeded:
         from_elsewhere = request.headers.get("sec-fetch-site") == "cross-site"
         return _form(wiring, local_path(next), from_elsewhere=from_elsewhere)
@@ -23,10 +23,10 @@ def login_page(request: Request, wiring: Wiring, next: str = "/") -> Response:  
 
 
 @router.post("/login")
-def login(form: PostedForm, request: Request, wiring: Wiring) -> Response:
+async def login(form: PostedForm, request: Request, wiring: Wiring) -> Response:
     token, back = form.get("token", "").strip(), local_path(form.get("next", "/"))
     try:
-        caller_of(request, token)
+        await caller_of(request, token)
     except RequestRefused as error:
         if error.status != 401:
             raise

@@ -1,7 +1,7 @@
 """GET /v1/jobs/{id}/events: what happens to a job, live as Server-Sent Events or as a JSON page."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -92,9 +92,7 @@ class _Follower:
 
     def read(self, limit: int = PAGE) -> list[JobEvent]:
         """What happened since the last call. Blocks on SQL; raises JobNotFound."""
-        # The state first: when it is final already, the events read after it are the last ones.
-        alive = self.wiring.store.get(self.job_id, tenant=self.tenant).state.alive
-        found = self.wiring.store.events(self.job_id, tenant=self.tenant, after=self.after, limit=limit + 1)
+        found, alive = self.wiring.store.follow(self.job_id, tenant=self.tenant, after=self.after, limit=limit + 1)
         news = found[:limit]
         self.after = news[-1].sequence if news else self.after
         self.more_stored = len(found) > limit
@@ -103,7 +101,7 @@ class _Follower:
 
 
 async def _stream(follower: _Follower, news: list[JobEvent], stopping: anyio.Event) -> AsyncIterator[ServerSentEvent]:
-    """Streams poll in threads of their own, so that many of them cannot starve the other routes.
+    """Streams read in threads of their own, so that many of them cannot starve the other routes.
 
     When the server stops, a stream ends as it should, and whoever reads it goes on elsewhere after its last event.
     """
@@ -116,6 +114,17 @@ async def _stream(follower: _Follower, news: list[JobEvent], stopping: anyio.Eve
             if follower.ended or stopping.is_set():
                 return
             if not follower.more_stored:
-                with anyio.move_on_after(wiring.settings.sse_poll_s):
-                    await stopping.wait()
+                await _first_of(wiring.news.after(follower.job_id, follower.after), stopping.wait())
             news = await to_thread.run_sync(follower.read, limiter=wiring.streams.threads)
+
+
+async def _first_of(*waits: Awaitable[object]) -> None:
+    """Return when one of them has; the others are given up."""
+
+    async def one(wait: Awaitable[object]) -> None:
+        await wait
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        for wait in waits:
+            group.start_soon(one, wait)

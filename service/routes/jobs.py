@@ -69,7 +69,8 @@ def find(
     after: Annotated[str | None, Query(pattern="^[a-z0-9_]{1,64}$", description="last id of the page before")] = None,
 ) -> JobPage:
     page = wiring.store.find(tenant=caller.tenant, state=state, label=label, limit=limit, after=after)
-    return JobPage(data=[_view(wiring, job) for job in page.jobs], has_more=page.has_more)
+    places = wiring.store.places_in_queue([job.id for job in page.jobs if job.state is JobState.QUEUED])
+    return JobPage(data=[job_view(job, place_in_queue=places.get(job.id)) for job in page.jobs], has_more=page.has_more)
 
 
 @router.get("/{job_id}", summary="One job")

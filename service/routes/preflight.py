@@ -8,9 +8,8 @@ from pydantic import BaseModel, Field
 from kvalign.config import ConversionConfig
 from service.auth import Submitter
 from service.errors import ACCOUNT_RESPONSES
-from service.submission import check_config
+from service.submission import check_config, preflight_of
 from service.wiring import Wiring
-from worker.preflight import preflight
 
 router = APIRouter(tags=["preflight"], responses=ACCOUNT_RESPONSES)
 
@@ -48,7 +47,7 @@ class PreflightView(BaseModel):
 @router.post("/v1/preflight", summary="May this be converted, and at what cost")
 def run_preflight(config: ConversionConfig, caller: Submitter, wiring: Wiring) -> PreflightView:
     check_config(wiring, config)
-    found = preflight(wiring.hub(caller.token), config)
+    found = preflight_of(wiring, caller, config)
     source = found.source
     return PreflightView(
         ok=found.first_error() is None,

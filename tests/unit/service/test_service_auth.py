@@ -6,15 +6,16 @@ import time
 import pytest
 
 from service.auth import Accounts, Caller
+from worker.hub import Account
 from worker.jobs import Origin
 
 
 def test_the_hub_is_asked_once_in_a_while() -> None:
     asked: list[str] = []
 
-    def whoami(token: str) -> str:
+    def whoami(token: str) -> Account:
         asked.append(token)
-        return f"owner-of-{token}"
+        return Account(f"owner-of-{token}")
 
     accounts = Accounts(whoami, ttl_s=0.2)
     assert [accounts.name("one") for _ in range(3)] == ["owner-of-one"] * 3
@@ -26,9 +27,9 @@ def test_the_hub_is_asked_once_in_a_while() -> None:
 
 
 def test_a_refusal_is_not_remembered() -> None:
-    answers: list[Exception | str] = [PermissionError("no"), "me"]
+    answers: list[Exception | Account] = [PermissionError("no"), Account("me")]
 
-    def whoami(token: str) -> str:
+    def whoami(token: str) -> Account:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -41,15 +42,15 @@ def test_a_refusal_is_not_remembered() -> None:
 
 
 def test_memory_is_bounded_and_holds_no_token() -> None:
-    accounts = Accounts(lambda token: "me", ttl_s=60, capacity=3)
+    accounts = Accounts(lambda token: Account("me"), ttl_s=60, capacity=3)
     for number in range(10):
         accounts.name(f"hf_canary{number}")
-    assert len(accounts._known) == 3
-    assert "canary" not in repr(vars(accounts))
+    assert [accounts.remembered(f"hf_canary{number}") is not None for number in range(10)] == [False] * 7 + [True] * 3
+    assert "canary" not in repr(vars(accounts._known))
 
 
 def test_many_threads_may_ask() -> None:
-    accounts = Accounts(lambda token: token.upper(), ttl_s=60)
+    accounts = Accounts(lambda token: Account(token.upper()), ttl_s=60)
     seen: list[str] = []
     threads = [threading.Thread(target=lambda n=n: seen.append(accounts.name(f"t{n % 4}"))) for n in range(32)]
     for thread in threads:
