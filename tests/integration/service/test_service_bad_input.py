@@ -254,7 +254,12 @@ def test_job_ids_and_paths_with_tricks(client: httpx.Client) -> None:
             check_problem(client.post(f"/v1/jobs/{job_id}{path}"), 404)
     for path in ("/v1//jobs", "/v1/jobs/", "/v1", "/%", "/v1/jobs/x/unknown", "/favicon.ico", "/docs"):
         check_problem(client.get(path), 404)
-    for method, path in (("DELETE", "/v1/jobs"), ("PATCH", "/v1/jobs/x"), ("TRACE", "/healthz"), ("PROPFIND", "/v1/audit")):
+    for method, path in (
+        ("DELETE", "/v1/jobs"),
+        ("PATCH", "/v1/jobs/x"),
+        ("TRACE", "/healthz"),
+        ("PROPFIND", "/v1/audit"),
+    ):
         answer = client.request(method, path)
         check_problem(answer, 405)
         assert "GET" in answer.headers["allow"]
