@@ -219,6 +219,7 @@ def test_hostile_words_stay_words(service_api: Api, alice: httpx.Client) -> None
     report["baselines"][0] |= {"setting": HOSTILE}
     report["quality"]["domains"][HOSTILE] = report["quality"]["domains"].pop("law")
     report["not_measured"] = [HOSTILE]
+    report["quality"]["overall"] |= {"windows": 1, "kl_low": None, "kl_high": None}
     lease.save_report_file("report.json", json.dumps(report).encode())
     lease.save_report_file("figures/head_alignment.png", PNG)
     lease.fail(JobError.of(TimeLimit(HOSTILE, HOSTILE)))
@@ -233,6 +234,7 @@ def test_hostile_words_stay_words(service_api: Api, alice: httpx.Client) -> None
         assert "49" not in re.findall(r"onerror=alert\(1\)[^<]{0,40}", answer.text)
         assert_is_inert(answer)
     assert text_of(ended).count(HOSTILE) >= 7
+    assert "one window" in text_of(ended)
     assert fields_of(back)["source.repo"] == HOSTILE
 
 
