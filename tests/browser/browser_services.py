@@ -25,8 +25,8 @@ from service_harness import (
     start_api,
     stop_api,
     wait_for,
-    write_model,
 )
+from tiny_model import write_model
 
 HERE = Path(__file__).parent
 WORKER = HERE.parent / "integration" / "worker_main.py"

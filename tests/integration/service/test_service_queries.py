@@ -12,10 +12,10 @@ from service.auth import Caller
 from service.routes.jobs import find, get
 from service.settings import ServiceSettings
 from service.wiring import ServiceParts, wire
-from worker.jobs import Progress, Stage
+from worker.jobs import NO_ORIGIN, Progress, Stage
 from worker.leases import Leases
 
-ALICE = Caller("alice", "hf_none")
+ALICE = Caller("alice", "hf_none", NO_ORIGIN)
 
 
 @pytest.fixture
