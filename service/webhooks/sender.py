@@ -66,7 +66,8 @@ class Sender(threading.Thread):
         deadline = time.monotonic() + wait_s
         while self._busy_tenants() and time.monotonic() < deadline:
             time.sleep(0.05)
-        self.join(max(0.0, deadline - time.monotonic()))
+        if self.is_alive():  # an application that never served has not begun
+            self.join(max(0.0, deadline - time.monotonic()))
 
     def _take(self) -> list[Taken]:
         busy = self._busy_tenants()
