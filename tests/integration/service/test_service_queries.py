@@ -1,5 +1,6 @@
 """How often the API asks its database: as often for many jobs as for few. Routes are called as FastAPI calls them."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ def test_a_running_job_is_read_without_its_events(parts: ServiceParts) -> None:
     lease = Leases(parts.store, lease_s=60, running_limit=9).claim("test")
     assert lease is not None
     lease.stage_started(Stage.PULL)
+    time.sleep(1.1)  # before that a pace means nothing
     lease.progress(Progress(Stage.PULL, 1, 1000, "bytes"), tell=True)
     few = statements(lambda: get(lease.job.id, ALICE, parts))
     for done in range(2, 120):
