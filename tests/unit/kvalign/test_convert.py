@@ -360,8 +360,8 @@ def test_settings_that_leave_nothing_to_code_are_refused_also_when_calibration_i
 
 
 def test_a_target_beyond_reach_is_refused_with_what_was_found(conversion: Conversion) -> None:
-    with pytest.raises(ConfigInvalid, match="ratio 900 cannot be reached"):
-        conversion(codec={"ratio": 900, "recent_tokens": 8})
+    with pytest.raises(ConfigInvalid, match="ratio 256 cannot be reached"):
+        conversion(codec={"ratio": 256, "recent_tokens": 8})
 
 
 @pytest.mark.parametrize(
