@@ -12,6 +12,7 @@ from worker.app import TASK, count_messages, create_celery, enqueue
 from worker.leases import Lease, Leases
 from worker.logs import bound, configure_logging
 from worker.pipeline import Tools, run_attempt
+from worker.request import ForgivingRequest
 from worker.retention import forget
 from worker.sandbox import hide_memory
 from worker.settings import WorkerSettings
@@ -75,7 +76,7 @@ class Worker:
 
     def attach(self) -> None:
         """Register the task, and follow the worker's life by Celery's signals."""
-        self._celery.task(self._run_next, name=TASK)
+        self._celery.task(self._run_next, name=TASK, Request=ForgivingRequest)
         signals.worker_ready.connect(lambda **_: self._sweeper.start(), weak=False)
         signals.worker_shutting_down.connect(lambda **_: self._stop.set(), weak=False)
         signals.worker_shutdown.connect(lambda **_: self._leave(), weak=False)
