@@ -182,7 +182,7 @@ def test_names_and_labels_keep_to_the_conventions(two_apis: tuple[Api, Api]) -> 
     """As `promtool check metrics` asks: help for each, counters end in _total, units are base units and come last."""
     with two_apis[0].client(None) as client:
         client.get("/v1/jobs/job_no_such")
-        client.request("BREW", "/no/such/route")
+        client.request("PROPFIND", "/no/such/route")
         answer = client.get("/metrics")
     families = list(text_string_to_metric_families(answer.text))
     assert len({family.name for family in families}) == len(families)
@@ -200,7 +200,7 @@ def test_names_and_labels_keep_to_the_conventions(two_apis: tuple[Api, Api]) -> 
     assert ("GET", "/v1/jobs/{job_id}") in routes
     assert ("other", "none") in routes
     assert "job_no_such" not in answer.text
-    assert "BREW" not in answer.text
+    assert "PROPFIND" not in answer.text
 
 
 def test_the_census_is_the_same_in_every_database(store: JobStore) -> None:
