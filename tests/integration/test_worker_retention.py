@@ -58,7 +58,7 @@ def test_old_ended_jobs_go_with_all_that_hangs_on_them(store: JobStore) -> None:
     after = rows(store)
     one_job = {"job_labels": 1, "report_files": 1, "idempotency_keys": 1, "webhook_secrets": 1, "webhook_deliveries": 1}
     gone = {name: count - after.get(name, 0) for name, count in before.items()}
-    assert gone == one_job | {"jobs": 1, "job_events": 3, "job_tokens": 0, "audit": 2}
+    assert gone == one_job | {"jobs": 1, "job_events": 3, "job_tokens": 0, "audit": 2, "counters": 0}
 
 
 def test_many_old_jobs_go_in_bounded_passes(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def tells_of_the_job(services: Services, job: Json) -> None:
     [attempt] = [span for _, span in trace if span.name == "job attempt"]
     assert attempt.parent_span_id == request.span_id
     stages = [span for service, span in trace if span.name.startswith("stage ")]
-    assert [span.name for span in sorted(stages, key=lambda span: span.start_time_unix_nano)] == [
+    assert [span.name for span in sorted(stages, key=lambda span: span.end_time_unix_nano)] == [
         f"stage {stage}" for stage in STAGES
     ]
     for span in stages:
