@@ -15,8 +15,9 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 PATIENCE_MS = 60_000  # other work may have the machine
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
+    """Playwright keeps an event loop running in this thread: no other module may still meet it."""
     found = next(filter(None, map(shutil.which, _NAMES)), None)
     if found is None:
         if os.environ.get("CI"):
@@ -30,19 +31,19 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
-def session_place(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+@pytest.fixture(scope="module")
+def shared_place(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """Started once; not at all where there is no browser."""
     with running_place(tmp_path_factory.mktemp("place")) as place:
         yield place
 
 
 @pytest.fixture
-def place(session_place: Place) -> Iterator[Place]:
+def place(shared_place: Place) -> Iterator[Place]:
     """With nothing left to do of what a test submitted."""
-    session_place.child("pass")
-    yield session_place
-    session_place.cancel_all()
+    shared_place.child("pass")
+    yield shared_place
+    shared_place.cancel_all()
 
 
 @pytest.fixture
