@@ -73,9 +73,13 @@ async def authenticated(
     parts = request.app.state.parts
     token = credentials.credentials.strip()
     account = parts.accounts.remembered(token)
-    tenant = account.name if account else await to_thread.run_sync(_signed_in, parts, origin, token)
+    tenant = account.name if account else await _signing_in(parts, origin, token)
     request.state.tenant = tenant
     return Caller(tenant, token, origin)
+
+
+async def _signing_in(parts: Any, origin: Origin, token: str) -> str:
+    return await to_thread.run_sync(_signed_in, parts, origin, token, limiter=parts.hub_threads)
 
 
 def _signed_in(parts: Any, origin: Origin, token: str) -> str:

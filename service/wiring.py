@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
+from anyio import CapacityLimiter
 from celery import Celery
 from fastapi import Depends, Path, Request
 
@@ -21,6 +22,7 @@ from worker.outbox import Outbox
 from worker.store import JobNotFound, JobStore
 
 STREAM_THREADS = 16
+HUB_THREADS = 12
 HUB_PAUSES_S = (0.3, 1.0)
 
 _ID = re.compile(r"^[a-z0-9_]{1,64}$", re.ASCII)
@@ -28,7 +30,11 @@ _ID = re.compile(r"^[a-z0-9_]{1,64}$", re.ASCII)
 
 @dataclass(frozen=True)
 class ServiceParts:
-    """accounts, sources and streams live in memory; everything that must last is in the store."""
+    """accounts, sources and streams live in memory; everything that must last is in the store.
+
+    hub_threads  for requests that ask the Hub, which may be slow: those that ask the store alone go on meanwhile.
+                 Few, as threads of one process that compute at once hinder each other
+    """
 
     settings: ServiceSettings
     store: JobStore
@@ -39,6 +45,7 @@ class ServiceParts:
     rate_limits: RateLimits
     sources: KnownSources
     news: News
+    hub_threads: CapacityLimiter
 
     def hub(self, token: str) -> Hub:
         """The Hub as one caller sees it, asked with little patience: a person waits for the answer."""
@@ -79,6 +86,7 @@ def wire(settings: ServiceSettings) -> ServiceParts:
         ),
         sources=KnownSources(source_ttl_s=settings.source_cache_s),
         news=News(store.last_events, every_s=settings.sse_poll_s),
+        hub_threads=CapacityLimiter(HUB_THREADS),
     )
 
 

@@ -10,12 +10,11 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 
 from cryptography.fernet import InvalidToken
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from kvalign.errors import KvalignError
 from worker.counters import Counter, count
-from worker.fairness import queue_order
+from worker.fairness import next_jobs
 from worker.jobs import Job, JobError, JobResult, JobState, Progress, Stage
 from worker.schema import LEASED, JobRow, ReportFileRow, TokenRow
 from worker.store import JobStore, job_of
@@ -41,11 +40,9 @@ class Leases:
     def claim(self, owner: str) -> "Lease | None":
         """Take the job whose turn it is; None when nothing may run now."""
         database = self._store.database
-        order = queue_order()
-        head = select(order.c.id).where(order.c.turn <= self._running_limit).order_by(order.c.place).limit(1)
         with database.write(lock="claim") as session:
-            job_id = session.scalar(head)
-            row = locked(session, job_id) if job_id else None
+            head = next_jobs(session, running_limit=self._running_limit, limit=1)
+            row = locked(session, head[0]) if head else None
             if row is None or row.state != JobState.QUEUED:  # canceled between the look and the lock
                 return None
             at = database.now(session)
@@ -60,10 +57,8 @@ class Leases:
 
     def waiting(self, limit: int) -> list[str]:
         """Ids of up to `limit` queued jobs that may run now, in the order of their turns."""
-        order = queue_order()
-        query = select(order.c.id).where(order.c.turn <= self._running_limit).order_by(order.c.place).limit(limit)
         with self._store.database.read() as session:
-            return list(session.scalars(query))
+            return next_jobs(session, running_limit=self._running_limit, limit=limit)
 
 
 class Lease:

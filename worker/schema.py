@@ -37,7 +37,7 @@ from sqlalchemy.types import TypeDecorator
 ALIVE = ("queued", "running", "cancelling")
 LEASED = ("running", "cancelling")
 
-_is_alive = text("state IN ('queued', 'running', 'cancelling')")
+is_alive = text("state IN ('queued', 'running', 'cancelling')")
 _is_pending = text("state = 'pending'")
 has_ended = text("state IN ('succeeded', 'failed', 'canceled')")
 """Spelt out, since an index of some rows is used only where the query says the same words."""
@@ -103,12 +103,12 @@ class JobRow(Base):
 
     __tablename__ = "jobs"
     __table_args__ = (
-        Index("ix_jobs_state_tenant", "state", "tenant"),
+        Index("ix_jobs_queue", "state", "tenant", "queued_at", "id"),
         Index("ix_jobs_tenant_id", "tenant", "id"),
         Index("ix_jobs_tenant_state_id", "tenant", "state", "id"),
         Index("ix_jobs_tenant_claimed_at", "tenant", "claimed_at"),
         Index("ix_jobs_ended_updated_at", "updated_at", sqlite_where=has_ended, postgresql_where=has_ended),
-        Index("uq_jobs_one_alive", "identity", unique=True, sqlite_where=_is_alive, postgresql_where=_is_alive),
+        Index("uq_jobs_one_alive", "identity", unique=True, sqlite_where=is_alive, postgresql_where=is_alive),
     )
 
     id: Mapped[str] = mapped_column(Word(40), primary_key=True)

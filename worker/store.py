@@ -21,7 +21,7 @@ from kvalign.config import ConversionConfig, Webhook
 from kvalign.errors import ConfigInvalid, KvalignError
 from worker.audit import AuditEntry, entries_of, note
 from worker.database import Database
-from worker.fairness import queue_order
+from worker.fairness import places_in_queue
 from worker.jobs import (
     NO_ORIGIN,
     Job,
@@ -44,6 +44,7 @@ from worker.schema import (
     TokenRow,
     WebhookSecretRow,
     WorkerRow,
+    is_alive,
 )
 from worker.secret_key import cipher_of
 from worker.transitions import enter, locked
@@ -53,7 +54,7 @@ _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"  # in order of character code, so t
 
 # Asked often, so made once: making a statement takes longer than asking it.
 _COUNT_ALIVE = select(func.count()).where(JobRow.tenant == bindparam("tenant"), JobRow.state.in_(ALIVE))
-_ALIVE_TWIN = select(JobRow).where(JobRow.identity == bindparam("identity"), JobRow.state.in_(ALIVE))
+_ALIVE_TWIN = select(JobRow).where(JobRow.identity == bindparam("identity"), is_alive)
 _EVENTS = (
     select(EventRow)
     .where(EventRow.job_id == bindparam("job_id"), EventRow.sequence > bindparam("after"))
@@ -64,8 +65,6 @@ _LAST_EVENTS = select(JobRow.id, JobRow.last_event).where(
     JobRow.id.in_(bindparam("ids", expanding=True)), JobRow.state.in_(ALIVE)
 )
 _IDS_A_QUERY = 1000  # drivers bound the parameters of a statement
-_ORDER = queue_order()
-_PLACES = select(_ORDER.c.id, _ORDER.c.place).where(_ORDER.c.id.in_(bindparam("ids", expanding=True)))
 
 
 class JobNotFound(KvalignError):
@@ -297,14 +296,11 @@ class JobStore:
             return entries_of(session, tenant, after=after, limit=limit)
 
     def places_in_queue(self, job_ids: Collection[str]) -> dict[str, int]:
-        """1 = next; jobs that do not wait are left out. Jobs of other tenants may still come between.
-
-        One query, however many are asked for: it looks at the whole queue once.
-        """
+        """1 = next; jobs that do not wait are left out. See worker.fairness."""
         if not job_ids:
             return {}
         with self.database.read() as session:
-            return dict(session.execute(_PLACES, {"ids": list(job_ids)}).all())
+            return places_in_queue(session, job_ids)
 
     def place_in_queue(self, job_id: str) -> int | None:
         return self.places_in_queue([job_id]).get(job_id)

@@ -25,15 +25,15 @@ def form_page(caller: PageCaller, wiring: Wiring, like: str = "") -> Response:
 
 
 @router.post("/submit")
-def submit(form: PostedForm, caller: PageCaller, wiring: Wiring, afterwards: BackgroundTasks) -> Response:
+async def submit(form: PostedForm, caller: PageCaller, wiring: Wiring, afterwards: BackgroundTasks) -> Response:
     filled = Entered(form)
     config = filled.config()
     if config is None:
         return _form(caller, filled, status=422)
     try:
         if form.get("then") != "submit":
-            return _form(caller, filled, answer=run_preflight(config, caller, wiring))
-        job = jobs.submit(config, caller, wiring, Response(), afterwards, filled.key)
+            return _form(caller, filled, answer=await run_preflight(config, caller, wiring))
+        job = await jobs.submit(config, caller, wiring, Response(), afterwards, filled.key)
     except KvalignError as error:
         if status_of(error) == 500:
             raise

@@ -2,16 +2,18 @@
 
 from typing import Annotated
 
+from anyio import to_thread
 from fastapi import APIRouter, BackgroundTasks, Header, Query, Response
 
 from kvalign.config import ConversionConfig
-from service.auth import CurrentCaller, Submitter
+from service.auth import Caller, CurrentCaller, Submitter
 from service.errors import ACCOUNT_RESPONSES
 from service.eta import stage_eta_s
 from service.submission import announce, cancel_job, retry_job, submit_job
 from service.views import JobPage, JobView, SubmittedView, job_view
 from service.wiring import JobId, ServiceParts, Wiring
 from worker.jobs import Job, JobState
+from worker.store import Submission
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=ACCOUNT_RESPONSES)
 
@@ -40,7 +42,7 @@ IdempotencyKey = Annotated[
         202: {"headers": {"Location": LOCATION}},
     },
 )
-def submit(
+async def submit(
     config: ConversionConfig,
     caller: Submitter,
     wiring: Wiring,
@@ -48,15 +50,23 @@ def submit(
     afterwards: BackgroundTasks,
     idempotency_key: IdempotencyKey = None,
 ) -> SubmittedView:
-    submission = submit_job(wiring, caller, config, idempotency_key)
+    submission, view = await to_thread.run_sync(
+        _submit, wiring, caller, config, idempotency_key, limiter=wiring.hub_threads
+    )
     if submission.created:
         # After the answer: the job is stored, and a broker that is away must not keep the caller waiting.
         afterwards.add_task(announce, wiring, submission.job)
     else:
         response.status_code = 200
     response.headers["Location"] = f"/v1/jobs/{submission.job.id}"
-    view = _view(wiring, submission.job)
     return SubmittedView(**dict(view), webhook_secret=submission.webhook_secret)
+
+
+def _submit(
+    wiring: ServiceParts, caller: Caller, config: ConversionConfig, idempotency_key: str | None
+) -> tuple[Submission, JobView]:
+    submission = submit_job(wiring, caller, config, idempotency_key)
+    return submission, _view(wiring, submission.job)
 
 
 @router.get("", summary="Your jobs, newest first")

@@ -2,14 +2,16 @@
 
 from dataclasses import asdict
 
+from anyio import to_thread
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from kvalign.config import ConversionConfig
-from service.auth import Submitter
+from service.auth import Caller, Submitter
 from service.errors import ACCOUNT_RESPONSES
 from service.submission import check_config, preflight_of
-from service.wiring import Wiring
+from service.wiring import ServiceParts, Wiring
+from worker.preflight import Preflight
 
 router = APIRouter(tags=["preflight"], responses=ACCOUNT_RESPONSES)
 
@@ -45,9 +47,16 @@ class PreflightView(BaseModel):
 
 
 @router.post("/v1/preflight", summary="May this be converted, and at what cost")
-def run_preflight(config: ConversionConfig, caller: Submitter, wiring: Wiring) -> PreflightView:
+async def run_preflight(config: ConversionConfig, caller: Submitter, wiring: Wiring) -> PreflightView:
+    return _view(await to_thread.run_sync(_preflight, wiring, caller, config, limiter=wiring.hub_threads))
+
+
+def _preflight(wiring: ServiceParts, caller: Caller, config: ConversionConfig) -> Preflight:
     check_config(wiring, config)
-    found = preflight_of(wiring, caller, config)
+    return preflight_of(wiring, caller, config)
+
+
+def _view(found: Preflight) -> PreflightView:
     source = found.source
     return PreflightView(
         ok=found.first_error() is None,

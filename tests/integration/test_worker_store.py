@@ -1,6 +1,7 @@
 """The store on real databases: submissions, reading by tenant, cancel, retry, migrations."""
 
 import multiprocessing
+import random
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
@@ -13,6 +14,7 @@ from worker_harness import COMMIT, TOKEN, claim, config, submit
 
 from kvalign.errors import ConfigInvalid
 from worker.jobs import ErrorCode, JobError, JobResult, JobState
+from worker.leases import Leases
 from worker.schema import Base, JobRow, TokenRow
 from worker.store import IdempotencyConflict, JobNotFound, JobNotRetryable, JobStore, QuotaExceeded
 
@@ -207,6 +209,25 @@ def test_the_queue_is_fair_among_tenants(store: JobStore) -> None:
     order = [claim(store).job.id for _ in range(5)]
     assert order == [flood[0], late, *flood[1:]]
     assert store.place_in_queue(late) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_places_are_the_order_of_claims(store: JobStore, seed: int) -> None:
+    """Whoever runs or was served before, and whoever else waits: first place, first claimed."""
+    chance = random.Random(seed)
+    for number in range(12):
+        submit(store, f"before{number}", tenant=chance.choice("abc"))
+    for lease in [claim(store) for _ in range(8)]:
+        if chance.random() < 0.5:
+            lease.cancel()
+    ids = [submit(store, f"m{number}", tenant=chance.choice("abcde")).id for number in range(12)]
+    waiting = Leases(store, lease_s=60, running_limit=99).waiting(99)
+    assert set(ids) < set(waiting)
+    assert store.places_in_queue(waiting) == {job_id: place for place, job_id in enumerate(waiting, start=1)}
+    few = Leases(store, lease_s=60, running_limit=2).waiting(99)
+    assert 0 < len(few) < len(waiting)
+    assert [job_id for job_id in waiting if job_id in few] == few
+    assert claim(store).job.id == waiting[0]
 
 
 def test_the_tenant_last_served_longest_ago_comes_first(store: JobStore) -> None:

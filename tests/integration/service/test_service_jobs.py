@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -220,6 +221,25 @@ def test_a_hub_that_fails_is_named(service_api: Api, service_hub: DevHub) -> Non
         service_hub.clear_faults()
     refused(answer, 503, "hub_unavailable")
     assert int(answer.headers["retry-after"]) > 0
+
+
+def test_a_slow_hub_holds_up_nobody_who_reads(service_api: Api, service_hub: DevHub) -> None:
+    """More requests wait for it than the event loop has threads."""
+    job = submit(service_api)
+
+    def wait_for_the_hub(_: int) -> int:
+        with service_api.client() as client:
+            return client.post("/v1/preflight", json=body(target()), timeout=60).status_code
+
+    with ThreadPoolExecutor(60) as pool:
+        service_hub.fault(path_regex="/api/models/alice/jobs-", delay_s=0.5, times=60)
+        waiting = [pool.submit(wait_for_the_hub, number) for number in range(60)]
+        waiting[0].result()  # by now all others wait, too
+        with service_api.client() as client:
+            assert client.get(f"/v1/jobs/{job['id']}").status_code == 200
+        assert not all(answer.done() for answer in waiting)
+        assert {answer.result() for answer in waiting} == {200}
+    service_hub.clear_faults()
 
 
 def test_a_flood_of_submissions_asks_about_its_source_once(service_api: Api, service_hub: DevHub) -> None:
